@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/base/status.h"
+
+namespace hoccl {
+
+/// The one table of every HOCCL_* variable. Columns: field, kind, variable, default, lowest, highest
+/// (numbers; 0, 0 for text), choices ("a|b", empty for none), part of the policy all ranks must share
+/// (1 or 0), help. Kinds: Bytes (suffixes KiB, MiB, GiB and K, M, G), Count, Micros, Millis, Flag
+/// (0/1), Text, Choice.
+#define HOCCL_CONFIG_TABLE(X)                                                                       \
+  X(steer, Flag, "HOCCL_STEER", "1", 0, 1, "", 1,                                                   \
+    "0 leaves every operation with NCCL; the job is plain NCCL")                                    \
+  X(minBytes, Bytes, "HOCCL_MIN_BYTES", "64KiB", 64 << 10, 1ull << 40, "", 1,                       \
+    "smallest send or receive that is steered; smaller ones stay with NCCL")                        \
+  X(strict, Flag, "HOCCL_STRICT", "0", 0, 1, "", 1,                                                 \
+    "1 turns a steerable operation that would go to NCCL into an error that says why")              \
+  X(stats, Flag, "HOCCL_STATS", "0", 0, 1, "", 0,                                                   \
+    "1 prints operations and bytes by communicator and path when the process ends")                 \
+  X(agreeTimeoutMs, Millis, "HOCCL_AGREE_TIMEOUT_MS", "10000", 10, 600000, "", 0,                   \
+    "how long the root waits for every rank before the communicator is left to plain NCCL")         \
+  X(timeoutMs, Millis, "HOCCL_TIMEOUT_MS", "5000", 100, 600000, "", 0,                              \
+    "bound on set-up, tear-down, and on finding dead processes")                                    \
+  X(flagPool, Count, "HOCCL_FLAG_POOL", "4096", 1, 65536, "", 0,                                    \
+    "launches that can be pending at once; a further one waits for a free slot")                    \
+  X(slots, Count, "HOCCL_SLOTS", "8", 1, 64, "", 1,                                                 \
+    "staging slots per pair of ranks and direction")                                                \
+  X(slotBytes, Bytes, "HOCCL_SLOT_BYTES", "8MiB", 64 << 10, 1ull << 30, "", 1,                      \
+    "size of a staging slot, and so of the largest chunk")                                          \
+  X(laneDepth, Count, "HOCCL_LANE_DEPTH", "4", 1, 64, "", 0,                                        \
+    "copies in flight per copy-engine lane")                                                        \
+  X(spinUs, Micros, "HOCCL_SPIN_US", "50", 0, 1000000, "", 0,                                       \
+    "how long the mover spins without progress before it begins to sleep between polls")            \
+  X(pollMaxUs, Micros, "HOCCL_POLL_MAX_US", "100", 1, 1000000, "", 0,                               \
+    "longest sleep between two polls while an operation is pending")                                \
+  X(importCache, Count, "HOCCL_IMPORT_CACHE", "1024", 1, 1048576, "", 0,                            \
+    "imported allocations the mover keeps mapped")                                                  \
+  X(mover, Text, "HOCCL_MOVER_PATH", "", 0, 0, "", 0,                                               \
+    "the hoccl-mover executable; default: beside the library, ../bin or ../libexec")                \
+  X(coreLib, Text, "HOCCL_CORE_LIB", "", 0, 0, "", 0,                                               \
+    "libhoccl.so the preloaded shim loads; default: beside the shim")                               \
+  X(ncclLib, Text, "HOCCL_NCCL_LIB", "", 0, 0, "", 0,                                               \
+    "libnccl.so.2 that hoccl bench and hoccl doctor use; default: the loader's search path")        \
+  X(logLevel, Choice, "HOCCL_LOG", "warn", 0, 0, "error|warn|info|debug|off", 0,                    \
+    "what HOCCL writes to its log")                                                                 \
+  X(logFile, Text, "HOCCL_LOG_FILE", "", 0, 0, "", 0,                                               \
+    "file the log goes to, %h and %p replaced by host and process id; default: standard error")     \
+  X(emulate, Choice, "HOCCL_EMULATE", "auto", 0, 0, "auto|never|always", 0,                         \
+    "hoccl bench: use the emulated driver where there is no GPU (auto), never, or always")
+
+enum class ConfigKind { Bytes, Count, Micros, Millis, Flag, Text, Choice };
+
+template <ConfigKind>
+struct ConfigType {
+  using type = std::uint64_t;
+};
+template <>
+struct ConfigType<ConfigKind::Text> {
+  using type = std::string;
+};
+template <>
+struct ConfigType<ConfigKind::Choice> {
+  using type = std::string;
+};
+
+/// Every variable's value in force, one field a row of the table.
+struct Config {
+#define X(field, kind, ...) ConfigType<ConfigKind::kind>::type field{};
+  HOCCL_CONFIG_TABLE(X)
+#undef X
+
+  /// The table's defaults.
+  static Config defaults();
+  /// Defaults overlaid with the environment. On a bad value or an unknown HOCCL_* variable: an error
+  /// that names each offender (variable, value, what is allowed, the nearest known name); `out` is
+  /// then untouched.
+  static Status fromEnvironment(Config* out);
+  /// Sets one variable by its name from text; the error names variable, value and what is allowed.
+  Status set(std::string_view variable, std::string_view value);
+  /// The value in force as text, in the form `set` takes.
+  [[nodiscard]] std::string get(std::string_view variable) const;
+  /// FNV-1a digest of the rows marked as policy: equal on all ranks, or the job is plain NCCL.
+  [[nodiscard]] std::uint64_t policyDigest() const;
+  /// "HOCCL_MIN_BYTES=65536 HOCCL_SLOTS=8 …" of the policy rows, for messages about differing ranks.
+  [[nodiscard]] std::string policyText() const;
+};
+
+struct ConfigRow {
+  ConfigKind kind;
+  const char* variable;
+  const char* defaultText;
+  std::uint64_t lowest, highest;
+  const char* choices;
+  bool policy;
+  const char* help;
+};
+/// The table for `hoccl config` and its tests.
+const std::vector<ConfigRow>& configRows();
+
+/// "64KiB", "1.5MiB", "2G", "4096" to bytes (all suffixes are powers of 1024).
+Status parseBytes(std::string_view text, std::uint64_t* out);
+/// 65536 to "64KiB"; exact, the largest unit that divides.
+std::string formatBytes(std::uint64_t bytes);
+
+}  // namespace hoccl
