@@ -30,7 +30,7 @@ namespace hoccl {
     "launches that can be pending at once; a further one waits for a free slot")                    \
   X(slots, Count, "HOCCL_SLOTS", "8", 1, 64, "", 1,                                                 \
     "staging slots per pair of ranks and direction")                                                \
-  X(slotBytes, Bytes, "HOCCL_SLOT_BYTES", "8MiB", 64 << 10, 1ull << 30, "", 1,                      \
+  X(slotBytes, Bytes, "HOCCL_SLOT_BYTES", "8MiB", 128 << 10, 1ull << 30, "", 1,                      \
     "size of a staging slot, and so of the largest chunk")                                          \
   X(laneDepth, Count, "HOCCL_LANE_DEPTH", "4", 1, 64, "", 0,                                        \
     "copies in flight per copy-engine lane")                                                        \
@@ -80,6 +80,8 @@ struct Config {
   /// that names each offender (variable, value, what is allowed, the nearest known name); `out` is
   /// then untouched.
   static Status fromEnvironment(Config* out);
+  /// The same with one line an offender, for `hoccl config`; empty when the environment is right.
+  static std::vector<std::string> problemsOfEnvironment(Config* out);
   /// Sets one variable by its name from text; the error names variable, value and what is allowed.
   Status set(std::string_view variable, std::string_view value);
   /// The value in force as text, in the form `set` takes.
@@ -101,6 +103,8 @@ struct ConfigRow {
 };
 /// The table for `hoccl config` and its tests.
 const std::vector<ConfigRow>& configRows();
+/// What a row allows, for a person: "64KiB to 1TiB", "error|warn|info|debug|off", "0 or 1".
+std::string allowedText(const ConfigRow& row);
 
 /// "64KiB", "1.5MiB", "2G", "4096" to bytes (all suffixes are powers of 1024).
 Status parseBytes(std::string_view text, std::uint64_t* out);

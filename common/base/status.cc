@@ -6,24 +6,34 @@ namespace hoccl {
 
 const char* codeName(Code code) {
   switch (code) {
-    case Code::Ok: return "ok";
-    case Code::InvalidArgument: return "invalid argument";
-    case Code::InvalidConfig: return "invalid configuration";
-    case Code::Unsupported: return "unsupported";
-    case Code::System: return "system error";
-    case Code::Cuda: return "CUDA driver error";
-    case Code::Remote: return "peer failure";
-    case Code::Timeout: return "timeout";
-    case Code::Aborted: return "aborted";
-    case Code::Internal: return "internal error";
+    case Code::Ok:
+      return "ok";
+    case Code::InvalidArgument:
+      return "invalid argument";
+    case Code::InvalidConfig:
+      return "invalid configuration";
+    case Code::Unsupported:
+      return "unsupported";
+    case Code::System:
+      return "system error";
+    case Code::Cuda:
+      return "CUDA driver error";
+    case Code::Remote:
+      return "peer failure";
+    case Code::Timeout:
+      return "timeout";
+    case Code::Aborted:
+      return "aborted";
+    case Code::Internal:
+      return "internal error";
   }
   return "unknown";
 }
 
 Status Status::fromErrno(const std::string& what, int error, std::source_location where) {
-  return Status::error(Code::System,
-                       what + ": " + std::strerror(error) + " (errno " + std::to_string(error) + ")",
-                       where);
+  return Status::error(
+      Code::System, what + ": " + std::strerror(error) + " (errno " + std::to_string(error) + ")",
+      where);
 }
 
 std::string Status::withOrigin() const {

@@ -1,0 +1,7 @@
+#include "common/base/version.h"
+
+namespace hoccl {
+
+const char* versionText() { return HOCCL_VERSION; }
+
+}  // namespace hoccl

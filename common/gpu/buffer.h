@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/gpu/driver.h"
+
+namespace hoccl {
+
+/// The allocation a device pointer lies in, in the form another process can map.
+struct ExportedBuffer {
+  std::uint64_t allocationId = 0;  ///< CU_POINTER_ATTRIBUTE_BUFFER_ID
+  CUdeviceptr base = 0;
+  std::uint64_t allocationBytes = 0;
+  std::uint64_t offset = 0;  ///< of the pointer from `base`
+  CUipcMemHandle handle{};
+};
+
+/// Classifies `pointer` by its memory type and exports its allocation. The export handle is kept per
+/// thread by allocation identity, so that a buffer seen before costs one attribute query. Errors:
+/// memory that is no device memory, cannot be exported (pools, virtual memory management, managed), or
+/// is shorter than `bytes` from the pointer on; each names what it is and what to change.
+/// Never blocks; safe inside an NCCL call.
+Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
+                    ExportedBuffer* out);
+
+}  // namespace hoccl

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "common/gpu/driver.h"
+
+namespace hoccl {
+
+struct FlagWrite {
+  CUdeviceptr address = 0;
+  std::uint64_t value = 0;
+};
+
+/// One copy with the flags that are written behind it, in order.
+struct LaneJob {
+  CUdeviceptr device = 0;   ///< device side of the copy
+  std::byte* host = nullptr;  ///< host side of the copy, in registered memory
+  std::uint64_t bytes = 0;
+  FlagWrite await;  ///< if its address is set: the copy waits on the device until the flag is >= value
+  std::array<FlagWrite, 2> writes;  ///< those whose address is set
+};
+
+enum class LaneDirection { ToHost, ToDevice };
+
+/// A copy engine's queue for one direction: copies and the flag writes behind them, in order. It
+/// never blocks as long as the owner keeps few jobs in flight.
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  virtual Status submit(const LaneJob& job) = 0;
+};
+
+/// A lane on a stream of its own in the current context. The stream is primed with a copy, so that
+/// its memory operations run on the copy engine's channel, not on the compute channel (FACTS 4, 5).
+Status makeStreamLane(const Driver* driver, LaneDirection direction, std::unique_ptr<Lane>* out);
+
+}  // namespace hoccl

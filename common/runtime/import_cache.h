@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+
+#include "common/runtime/op.h"
+
+namespace hoccl {
+
+/// An application's allocation, mapped (or being mapped) in the mover.
+struct Import {
+  enum class State { Pending, Ready, Failed };
+  State state = State::Pending;
+  BufferRef buffer{};
+  CUdeviceptr address = 0;
+  Status status;
+  std::uint32_t users = 0;     ///< operations that hold it
+  std::uint64_t lastUse = 0;
+  bool stale = false;          ///< its allocation is gone: unmap as soon as nobody holds it
+  Op* waiters = nullptr;       ///< list by Op::next
+};
+
+/// Mapped allocations by identity, bounded; the least recently used idle one goes first (rule 8).
+class ImportCache {
+ public:
+  explicit ImportCache(std::size_t capacity) : capacity_(capacity) {}
+
+  /// The import for `buffer`'s allocation. `fresh` is set when the caller has to have it mapped.
+  Import* acquire(const BufferRef& buffer, bool* fresh) {
+    auto [position, added] = imports_.try_emplace(buffer.allocationId);
+    Import& import = position->second;
+    *fresh = added;
+    if (added) {
+      import.buffer = buffer;
+      markOverlaps(buffer);
+    }
+    ++import.users;
+    import.lastUse = ++clock_;
+    return &import;
+  }
+  void release(Import* import) { --import->users; }
+  Import* find(std::uint64_t allocation) {
+    auto position = imports_.find(allocation);
+    return position == imports_.end() ? nullptr : &position->second;
+  }
+  [[nodiscard]] bool crowded() const { return imports_.size() > capacity_ || stale_ > 0; }
+  /// Takes one idle import out that is stale or, when there are too many, the oldest. False: none.
+  bool evict(CUdeviceptr* address) {
+    auto victim = imports_.end();
+    for (auto i = imports_.begin(); i != imports_.end(); ++i) {
+      const Import& import = i->second;
+      if (import.users > 0 || import.state == Import::State::Pending) continue;
+      if (import.stale) {
+        victim = i;
+        break;
+      }
+      if (imports_.size() <= capacity_) continue;
+      if (victim == imports_.end() || import.lastUse < victim->second.lastUse) victim = i;
+    }
+    if (victim == imports_.end()) return false;
+    *address = victim->second.address;
+    if (victim->second.stale) --stale_;
+    imports_.erase(victim);
+    return true;
+  }
+
+ private:
+  /// An allocation where another one lay means that the other one has been freed.
+  void markOverlaps(const BufferRef& fresh) {
+    for (auto& [id, import] : imports_) {
+      if (id == fresh.allocationId || import.stale) continue;
+      const BufferRef& old = import.buffer;
+      if (old.allocationBase < fresh.allocationBase + fresh.allocationBytes &&
+          fresh.allocationBase < old.allocationBase + old.allocationBytes) {
+        import.stale = true;
+        ++stale_;
+      }
+    }
+  }
+
+  std::size_t capacity_;
+  std::size_t stale_ = 0;
+  std::uint64_t clock_ = 0;
+  std::unordered_map<std::uint64_t, Import> imports_;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "common/gpu/host_registration.h"
+#include "common/gpu/lane.h"
+#include "common/net/transport.h"
+#include "common/runtime/op.h"
+
+namespace hoccl {
+
+/// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →) HandedOver →
+/// Idle, an in-slot Idle → Announced → Copying → Idle.
+enum class ChunkState : std::uint8_t {
+  Idle,
+  Announced,   ///< in: the peer says that bytes are on their way into the slot
+  Copying,     ///< a copy engine is at work
+  Sending,     ///< out, slots not shared: waits until the transport takes the write
+  HandedOver,  ///< out: the bytes are the peer's; waits for its credit
+};
+
+struct Chunk {
+  ChunkState state = ChunkState::Idle;
+  std::uint32_t slot = 0;
+  std::uint64_t turn = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
+  Op* op = nullptr;  ///< null: nobody wants the bytes any more
+  Link* link = nullptr;
+};
+
+/// A lane shared by all links of a mover, and how many jobs are in flight on it: a full queue would
+/// block the submitting call.
+struct SharedLane {
+  std::unique_ptr<Lane> lane;
+  std::uint32_t depth = 1;
+  std::uint32_t inFlight = 0;
+  [[nodiscard]] bool room() const { return inFlight < depth; }
+};
+
+/// What a link asks of the mover around it.
+class LinkOwner {
+ public:
+  virtual ~LinkOwner() = default;
+  virtual SharedLane& outLane() = 0;
+  virtual SharedLane& inLane() = 0;
+  /// Where `op`'s last copy may write the end of the operation by itself; address 0 if it may not.
+  virtual FlagWrite finishWrite(const Op& op) = 0;
+  /// Fills in which communicator and pair a message of `op` belongs to.
+  virtual void address(const Op& op, Message* message) = 0;
+  /// A copy of `op` has ended (or its submission failed).
+  virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
+  /// The receive a Chunk message belongs to; null if it is over or failed.
+  virtual Op* receiveFor(const Message& message) = 0;
+  /// A driver call failed: nothing can be moved any more.
+  virtual void fatal(const Status& status) = 0;
+};
+
+/// The staging slots and messages between this mover and one peer's, with the chunks in them.
+class Link {
+ public:
+  Link(LinkOwner* owner, const PeerId& peer) : owner_(owner), peer_(peer) {}
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  [[nodiscard]] const PeerId& peer() const { return peer_; }
+  [[nodiscard]] bool up() const { return connection_ != nullptr; }
+  void establish(std::unique_ptr<Connection> connection, HostRegistration registration);
+  [[nodiscard]] Connection* connection() const { return connection_.get(); }
+
+  /// Queues a message; kept here while the connection has no room.
+  void send(const Message& message);
+  [[nodiscard]] bool receive(Message* message) { return connection_->tryReceive(message); }
+
+  /// A send whose two sides are ready: its chunks go out in turn with those of others.
+  void startSend(Op* op) { sends_.push_back(op); }
+  /// No further chunk of `op`; copies in flight still end by themselves.
+  void forget(Op* op);
+  /// The peer announced a chunk. False: the message contradicts the slot's state.
+  [[nodiscard]] bool announce(const Message& message);
+
+  /// Everything that can move now. Returns whether anything did.
+  bool progress();
+  /// Nothing in any slot and nothing to send.
+  [[nodiscard]] bool quiet() const { return outBusy_ == 0 && !active(); }
+  /// Something here moves, or waits only for room.
+  [[nodiscard]] bool active() const {
+    return outCopying_ > 0 || inBusy_ > 0 || !sends_.empty() || !backlog_.empty();
+  }
+  /// Copies on this side's lanes that touch this link's slots.
+  [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
+  /// The peer is gone: lets copies go that wait for its flags, and takes back what it will never use.
+  /// Adds the receives whose bytes were on their way and will not come.
+  void abandonPeer(std::vector<Op*>* torn);
+  [[nodiscard]] bool abandoned() const { return peerAbandoned_; }
+  /// The peer's end has been noticed; abandonPeer follows.
+  [[nodiscard]] bool leaving() const { return leaving_; }
+  void setLeaving() { leaving_ = true; }
+  /// Gives the connection up, to be ended where it may take time. Only when nothing is copying.
+  void dismantle(std::unique_ptr<Connection>* connection, HostRegistration* registration) {
+    *registration = std::move(registration_);
+    *connection = std::move(connection_);
+  }
+
+ private:
+  friend struct ChunkRules;
+  bool claimOut();
+  bool flushMessages();
+
+  LinkOwner* owner_;
+  PeerId peer_;
+  // The registration goes before the memory it registers: members are destroyed in reverse order.
+  std::unique_ptr<Connection> connection_;
+  HostRegistration registration_;
+  bool shared_ = false;
+  bool peerAbandoned_ = false;
+  bool leaving_ = false;
+
+  std::vector<Chunk> out_, in_;
+  std::vector<std::uint32_t> freeOut_;
+  std::vector<std::uint32_t> announced_;  ///< in-slots in the order of their announcement
+  std::vector<Op*> sends_;
+  std::size_t nextSend_ = 0;
+  std::vector<Message> backlog_;  ///< messages the connection had no room for
+  std::uint32_t outBusy_ = 0, inBusy_ = 0;
+  std::uint32_t outCopying_ = 0, inCopying_ = 0;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,361 @@
+#include "common/runtime/mover_client.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "common/base/log.h"
+#include "common/base/time.h"
+#include "common/base/unix_socket.h"
+
+extern char** environ;
+
+namespace hoccl {
+namespace {
+
+/// How often a full pool or ring is tried before the thread yields between tries.
+constexpr int kSpins = 1000;
+
+std::string folderOfThisLibrary() {
+  Dl_info info{};
+  if (!::dladdr(reinterpret_cast<void*>(&folderOfThisLibrary), &info) || !info.dli_fname) return ".";
+  const std::string path = info.dli_fname;
+  const std::size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash);
+}
+
+Status findMover(const Config& config, std::string* out) {
+  if (!config.mover.empty()) {
+    if (::access(config.mover.c_str(), X_OK) == 0) {
+      *out = config.mover;
+      return {};
+    }
+    return Status::fromErrno(
+        fmt::format("HOCCL_MOVER_PATH={} cannot be executed", config.mover), errno);
+  }
+  const std::string folder = folderOfThisLibrary();
+  std::string tried;
+  for (const char* place : {"/", "/../bin/", "/../libexec/", "/../mover/"}) {
+    std::string path = folder + place + "hoccl-mover";
+    if (::access(path.c_str(), X_OK) == 0) {
+      *out = std::move(path);
+      return {};
+    }
+    tried += (tried.empty() ? "" : ", ") + path;
+  }
+  return Status::error(Code::System,
+                       fmt::format("no hoccl-mover found (tried {}): reinstall HOCCL or set "
+                                   "HOCCL_MOVER_PATH",
+                                   tried));
+}
+
+/// The mover's environment: without what is meant for the application's CUDA or loader alone.
+std::vector<char*> moverEnvironment() {
+  std::vector<char*> result;
+  for (char** entry = environ; *entry; ++entry) {
+    const bool skip = std::strncmp(*entry, "LD_PRELOAD=", 11) == 0 ||
+                      std::strncmp(*entry, "CUDA_DEVICE_MAX_CONNECTIONS=", 28) == 0;
+    if (!skip) result.push_back(*entry);
+  }
+  result.push_back(nullptr);
+  return result;
+}
+
+}  // namespace
+
+Status MoverClient::start(const Driver* driver, CUcontext context, const Config& config,
+                          std::unique_ptr<MoverClient>* out) {
+  std::unique_ptr<MoverClient> client(new MoverClient);
+  client->driver_ = driver;
+  client->context_ = context;
+  client->timeoutMs_ = config.timeoutMs;
+  std::string executable;
+  HOCCL_RETURN_IF_ERROR(findMover(config, &executable));
+
+  const auto slots = static_cast<std::uint32_t>(config.flagPool);
+  HOCCL_RETURN_IF_ERROR(
+      SharedMemory::create("hoccl-segment", Segment::bytesFor(slots), &client->memory_));
+  client->segment_ = Segment::create(client->memory_.data(), slots);
+  client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
+  {
+    ContextGuard guard(driver, context);
+    CUdevice device = 0;
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuCtxGetDevice(&device)));
+    HOCCL_RETURN_IF_ERROR(deviceUuid(driver, device, &client->gpuUuid_));
+    HOCCL_RETURN_IF_ERROR(HostRegistration::create(driver, client->memory_.data(),
+                                                   client->memory_.size(), &client->registration_));
+  }
+  client->bell_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  client->stopWatch_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!client->bell_ || !client->stopWatch_) return Status::fromErrno("eventfd", errno);
+  UniqueFd moverSide;
+  HOCCL_RETURN_IF_ERROR(makeSocketPair(&client->socket_, &moverSide));
+  HOCCL_RETURN_IF_ERROR(client->spawn(executable, moverSide.get()));
+  moverSide.reset();
+  HOCCL_RETURN_IF_ERROR(client->greet(client->gpuUuid_));
+
+  // The watcher makes no CUDA call and takes no signal meant for the application.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  client->watcher_ = std::thread([self = client.get()] { self->watch(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  *out = std::move(client);
+  return {};
+}
+
+Status MoverClient::spawn(const std::string& executable, int socket) {
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawnattr_init(&attributes);
+  posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_adddup2(&actions, socket, kMoverSocketFd);
+  posix_spawn_file_actions_addclosefrom_np(&actions, kMoverSocketFd + 1);
+  sigset_t none, all;
+  sigemptyset(&none);
+  sigfillset(&all);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setsigdefault(&attributes, &all);
+  posix_spawnattr_setflags(
+      &attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  std::string name = "hoccl-mover", mode = "--serve";
+  char* arguments[] = {name.data(), mode.data(), nullptr};
+  std::vector<char*> environment = moverEnvironment();
+  const int failed = ::posix_spawn(&pid_, executable.c_str(), &actions, &attributes, arguments,
+                                   environment.data());
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  if (failed) {
+    pid_ = -1;
+    return Status::fromErrno("cannot start " + executable, failed);
+  }
+  moverPidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
+  return moverPidfd_ ? Status() : Status::fromErrno("pidfd_open of the mover", errno);
+}
+
+Status MoverClient::greet(const std::string& gpuUuid) {
+  MoverHello hello{};
+  hello.magic = kMoverMagic;
+  hello.protocol = kMoverProtocol;
+  hello.applicationPid = ::getpid();
+  hello.segmentBytes = memory_.size();
+  setText(hello.gpuUuid, gpuUuid);
+  const int fds[] = {memory_.fd(), bell_.get()};
+  MoverReply reply{};
+  std::size_t bytes = 0;
+  std::vector<UniqueFd> received;
+  Status status = sendWithFdsWithin(socket_.get(), &hello, sizeof hello, fds, timeoutMs_);
+  if (status) {
+    status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &received, timeoutMs_);
+  }
+  if (!status) {
+    return status.inContext(
+        fmt::format("the mover (process {}) of GPU {} did not come up", pid_, gpuUuid));
+  }
+  if (bytes != sizeof reply || reply.magic != kMoverMagic) {
+    return Status::error(Code::Internal, "the mover's answer is not HOCCL's: library and hoccl-mover "
+                                         "come from different builds");
+  }
+  if (!reply.ok) {
+    return Status::error(Code::System,
+                         fmt::format("the mover of GPU {}: {}", gpuUuid, getText(reply.text)));
+  }
+  id_ = reply.mover;
+  address_ = getText(reply.address);
+  return {};
+}
+
+MoverClient::~MoverClient() {
+  if (watcher_.joinable()) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] ssize_t put = ::write(stopWatch_.get(), &one, sizeof one);
+    watcher_.join();
+  }
+  socket_.reset();  // tells the mover to end
+  if (pid_ > 0 && moverPidfd_) {
+    pollfd gone{moverPidfd_.get(), POLLIN, 0};
+    if (::poll(&gone, 1, static_cast<int>(timeoutMs_)) <= 0) ::kill(pid_, SIGKILL);
+    siginfo_t info{};
+    ::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(moverPidfd_.get()), &info, WEXITED);
+  }
+  ContextGuard guard(driver_, context_);
+  registration_.reset();
+}
+
+/// The watcher thread: sleeps until the mover has ended, then releases whoever waits for it.
+void MoverClient::watch() {
+  ::prctl(PR_SET_NAME, "hoccl-watch");
+  pollfd fds[] = {{moverPidfd_.get(), POLLIN, 0}, {stopWatch_.get(), POLLIN, 0}};
+  while (::poll(fds, 2, -1) < 0 && errno == EINTR) {
+  }
+  if (fds[1].revents) return;
+  siginfo_t info{};
+  std::string how = "ended";
+  if (::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(moverPidfd_.get()), &info,
+               WEXITED | WNOWAIT) == 0 &&
+      info.si_pid == pid_) {
+    how = info.si_code == CLD_EXITED ? fmt::format("exited with status {}", info.si_status)
+                                     : fmt::format("was killed by signal {}", info.si_status);
+  }
+  releaseAll(fmt::format("the mover (process {}) of GPU {} {}: its transfers are lost", pid_, gpuUuid_,
+                         how));
+}
+
+void MoverClient::releaseAll(const std::string& why) {
+  bool open = false;
+  for (std::uint32_t i = 0; i < kMaxCommunicators; ++i) {
+    CommunicatorRecord& record = segment_.communicator(i);
+    if (record.state.load() != static_cast<std::uint32_t>(CommunicatorState::Open)) continue;
+    open = true;
+    if (record.errorCode.load() != 0) continue;
+    setText(record.errorText, why);
+    record.errorCode.store(static_cast<std::uint32_t>(Code::Remote), std::memory_order_release);
+  }
+  segment_.header().moverDead.store(1, std::memory_order_seq_cst);
+  for (std::uint32_t i = 0; i < segment_.launchSlots(); ++i) {
+    Flag& finish = segment_.launch(i).finish;
+    const std::uint64_t last = lastSequence_[i].load(std::memory_order_seq_cst);
+    if (!finish.reached(last)) finish.set(last);
+  }
+  if (open) logError("{}", why);
+}
+
+Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
+                                    const std::vector<PeerRecord>& peers, std::uint32_t* index) {
+  std::lock_guard lock(control_);
+  std::uint32_t free = kMaxCommunicators;
+  for (std::uint32_t i = 0; i < kMaxCommunicators && free == kMaxCommunicators; ++i) {
+    const auto state = static_cast<CommunicatorState>(segment_.communicator(i).state.load());
+    if (state != CommunicatorState::Open) free = i;
+  }
+  if (free == kMaxCommunicators) {
+    return Status::error(Code::Unsupported, fmt::format("more than {} communicators on one GPU",
+                                                        kMaxCommunicators));
+  }
+  CommunicatorRecord& record = segment_.communicator(free);
+  record.errorCode.store(0);
+  record.closes.store(0);
+  for (auto* counter : {&record.sentBytes, &record.sentOps, &record.receivedBytes,
+                        &record.receivedOps}) {
+    counter->store(0);
+  }
+  SharedMemory table;
+  HOCCL_RETURN_IF_ERROR(
+      SharedMemory::create("hoccl-peers", peers.size() * sizeof(PeerRecord), &table));
+  std::memcpy(table.data(), peers.data(), peers.size() * sizeof(PeerRecord));
+  const AddCommunicator request{kMoverMagic, free, rank, id, peers.size()};
+  const int fd = table.fd();
+  MoverReply reply{};
+  std::size_t bytes = 0;
+  std::vector<UniqueFd> none;
+  Status status = sendWithFdsWithin(socket_.get(), &request, sizeof request, {&fd, 1}, timeoutMs_);
+  if (status) {
+    status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &none, timeoutMs_);
+  }
+  if (!status) return status.inContext("the mover does not take the communicator");
+  if (bytes != sizeof reply || !reply.ok) {
+    return Status::error(Code::System, getText(reply.text)).inContext("the mover");
+  }
+  record.state.store(static_cast<std::uint32_t>(CommunicatorState::Open));
+  *index = free;
+  return {};
+}
+
+Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
+  CommunicatorRecord& record = segment_.communicator(index);
+  const std::uint64_t before = record.closes.load();
+  OpDescriptor descriptor{};
+  descriptor.kind = kind;
+  descriptor.communicator = index;
+  push(descriptor);
+  ring();
+  const Deadline deadline = Deadline::afterMs(timeoutMs_);
+  bool told = false;
+  while (record.closes.load(std::memory_order_acquire) == before) {
+    if (segment_.header().moverDead.load()) {
+      record.state.store(static_cast<std::uint32_t>(CommunicatorState::Closed));
+      return {};
+    }
+    if (deadline.passed() && kind == OpKind::Abort) {
+      return Status::error(Code::Timeout,
+                           fmt::format("the mover (process {}) did not end the communicator within {} "
+                                       "ms (HOCCL_TIMEOUT_MS)",
+                                       pid_, timeoutMs_));
+    }
+    if (deadline.passed() && !std::exchange(told, true)) {
+      logWarn("a communicator is being destroyed while operations of it still wait for their peers; "
+              "ncclCommAbort would end them");
+    }
+    ::usleep(50);
+  }
+  return {};
+}
+
+Status MoverClient::communicatorStatus(std::uint32_t index) const {
+  const CommunicatorRecord& record = segment_.communicator(index);
+  const auto code = static_cast<Code>(record.errorCode.load(std::memory_order_acquire));
+  if (code == Code::Ok) return {};
+  return Status::error(code, getText(record.errorText));
+}
+
+Status MoverClient::takeSlot(Slot* slot) {
+  const std::uint32_t count = segment_.launchSlots();
+  const std::uint64_t sequence = nextSequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  for (int spins = 0;; ++spins) {
+    const std::uint32_t first = nextSlot_.fetch_add(1, std::memory_order_relaxed);
+    for (std::uint32_t i = 0; i < count; ++i) {
+      const std::uint32_t index = (first + i) % count;
+      const LaunchFlags& flags = segment_.launch(index);
+      std::uint64_t last = lastSequence_[index].load(std::memory_order_acquire);
+      // Free once its last launch has ended and its stream has passed the start: a start written late
+      // would step back behind the next one (rule 3).
+      if (last > sequence || !flags.finish.reached(last) || !flags.start.reached(last)) continue;
+      if (lastSequence_[index].compare_exchange_strong(last, sequence, std::memory_order_seq_cst)) {
+        *slot = {index, sequence};
+        return {};
+      }
+    }
+    if (segment_.header().moverDead.load(std::memory_order_relaxed)) {
+      return Status::error(Code::Remote, "the mover has ended");
+    }
+    if (spins > kSpins) ::sched_yield();
+  }
+}
+
+void MoverClient::giveBack(const Slot& slot) {
+  segment_.launch(slot.index).start.set(slot.sequence);
+  segment_.launch(slot.index).finish.set(slot.sequence);
+}
+
+void MoverClient::push(const OpDescriptor& descriptor) {
+  for (int spins = 0; !segment_.tryPush(descriptor); ++spins) {
+    if (segment_.header().moverDead.load(std::memory_order_relaxed)) return;
+    ring();  // a full ring and a sleeping mover would be waiting for each other
+    if (spins > kSpins) ::sched_yield();
+  }
+}
+
+void MoverClient::ring() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  SegmentHeader& header = segment_.header();
+  if (header.moverSleeps.load(std::memory_order_relaxed)) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] ssize_t put = ::write(bell_.get(), &one, sizeof one);
+  }
+  // A mover that died in between has released only the launches it knew of.
+  if (header.moverDead.load(std::memory_order_relaxed)) releaseAll("the mover has ended");
+}
+
+}  // namespace hoccl

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/base/config.h"
+#include "common/base/fd.h"
+#include "common/base/shared_memory.h"
+#include "common/gpu/host_registration.h"
+#include "common/net/transport.h"
+#include "common/runtime/mover_protocol.h"
+#include "common/runtime/segment.h"
+
+namespace hoccl {
+
+/// The application's side of one mover: starts the process, gives it operations, notices its death.
+/// One per process and GPU, for all communicators there; lives until the process ends.
+class MoverClient {
+ public:
+  /// A launch slot taken for one stream of one group.
+  struct Slot {
+    std::uint32_t index = 0;
+    std::uint64_t sequence = 0;
+  };
+
+  /// Starts the mover for the device of `context`, which is made current for the call. Bounded by
+  /// HOCCL_TIMEOUT_MS for each step. Error: why there is no mover (executable missing, its own
+  /// message, no answer).
+  static Status start(const Driver* driver, CUcontext context, const Config& config,
+                      std::unique_ptr<MoverClient>* out);
+  ~MoverClient();
+
+  [[nodiscard]] const PeerId& id() const { return id_; }
+  [[nodiscard]] const std::string& address() const { return address_; }
+  [[nodiscard]] pid_t pid() const { return pid_; }
+  [[nodiscard]] const Segment& segment() const { return segment_; }
+
+  /// Tells the mover of a communicator and gives it an index. The mover knows it when this returns.
+  Status addCommunicator(std::uint64_t id, std::int32_t rank, const std::vector<PeerRecord>& peers,
+                         std::uint32_t* index);
+  /// Ends a communicator: at once (Abort), or when its operations are over (Close). Returns when the
+  /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS (then an error).
+  Status endCommunicator(std::uint32_t index, OpKind kind);
+  /// What went wrong in that communicator; ok if nothing.
+  [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
+
+  // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
+  /// Takes a free launch slot; while all are busy it yields. Error: the mover is dead.
+  Status takeSlot(Slot* slot);
+  /// Device addresses of a slot's flags.
+  [[nodiscard]] CUdeviceptr startAddress(const Slot& slot) const {
+    return registration_.deviceAddress(segment_.launch(slot.index).start);
+  }
+  [[nodiscard]] CUdeviceptr finishAddress(const Slot& slot) const {
+    return registration_.deviceAddress(segment_.launch(slot.index).finish);
+  }
+  /// Gives the mover an operation whose slot's stream operations have been issued.
+  void push(const OpDescriptor& descriptor);
+  /// After the last push of a launch: wakes the mover if it sleeps.
+  void ring();
+  /// A slot whose stream operations could not be issued.
+  void giveBack(const Slot& slot);
+
+ private:
+  MoverClient() = default;
+  Status spawn(const std::string& executable, int socket);
+  Status greet(const std::string& gpuUuid);
+  void watch();
+  void releaseAll(const std::string& why);
+
+  const Driver* driver_ = nullptr;
+  CUcontext context_ = nullptr;
+  std::uint64_t timeoutMs_ = 0;
+  SharedMemory memory_;
+  Segment segment_;
+  HostRegistration registration_;
+  UniqueFd bell_, socket_, moverPidfd_, stopWatch_;
+  pid_t pid_ = -1;
+  PeerId id_;
+  std::string address_;
+  std::string gpuUuid_;
+  std::thread watcher_;
+  std::mutex control_;  ///< one request at a time on the socket; never taken on the launch path
+
+  std::unique_ptr<std::atomic<std::uint64_t>[]> lastSequence_;  ///< by slot
+  std::atomic<std::uint64_t> nextSequence_{0};
+  std::atomic<std::uint32_t> nextSlot_{0};
+};
+
+}  // namespace hoccl

@@ -1,0 +1,311 @@
+#include "common/runtime/mover_control.h"
+
+#include <fmt/format.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "common/base/log.h"
+#include "common/base/shared_memory.h"
+#include "common/base/unix_socket.h"
+#include "common/runtime/mover_protocol.h"
+
+namespace hoccl {
+namespace {
+
+constexpr std::uint64_t kMaxRanks = 1u << 20;
+constexpr int kTickMs = 100;  // while a set-up with a deadline is under way
+
+}  // namespace
+
+MoverControl::MoverControl(Dependencies d, const Config& config)
+    : driver_(d.driver),
+      context_(d.context),
+      queues_(d.queues),
+      transport_(d.transport),
+      self_(d.self),
+      application_(d.application),
+      applicationPidfd_(std::move(d.applicationPidfd)),
+      timeoutMs_(config.timeoutMs),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+  watch(application_);
+  watch(applicationPidfd_.get());
+  watch(queues_->controlEventFd);
+  watch(transport_->listenFd());
+}
+
+MoverControl::~MoverControl() = default;
+
+void MoverControl::watch(int fd) {
+  if (fd < 0) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+}
+
+void MoverControl::requestStop() {
+  stop_.store(true, std::memory_order_release);
+  const std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t put = ::write(queues_->controlEventFd, &one, sizeof one);
+}
+
+void MoverControl::run() {
+  driver_->cuCtxSetCurrent(context_);
+  while (!stop_.load(std::memory_order_acquire)) {
+    epoll_event events[32];
+    const bool timed = !connecting_.empty() || !crossed_.empty() || !accepting_.empty();
+    const int count = ::epoll_wait(epoll_.get(), events, 32, timed ? kTickMs : -1);
+    for (int i = 0; i < count; ++i) {
+      const int fd = events[i].data.fd;
+      if (fd == applicationPidfd_.get()) {
+        LoopEvent stop;
+        stop.kind = LoopEvent::Kind::Stop;
+        post(std::move(stop));
+        ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+      } else if (fd == application_) {
+        applicationSays();
+      } else if (fd == queues_->controlEventFd) {
+        std::uint64_t rings = 0;
+        [[maybe_unused]] ssize_t got = ::read(fd, &rings, sizeof rings);
+      } else if (fd == transport_->listenFd()) {
+        acceptAll();
+      } else {
+        for (auto& [peer, connection] : connections_) {
+          if (connection->watchFd() != fd) continue;
+          connection->watch();
+          if (connection->peerGone()) {
+            ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+            post(LoopEvent{});  // wakes the loop, which looks at the connection itself
+          }
+        }
+      }
+    }
+    takeRequests();
+    advanceAttempts();
+  }
+}
+
+void MoverControl::post(LoopEvent event) {
+  // The loop drains this queue in every round; it is full only if the loop has stopped.
+  while (!queues_->toLoop.tryPush(event)) {
+    if (stop_.load(std::memory_order_acquire)) return;
+    ::usleep(100);
+  }
+  const std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t put = ::write(queues_->loopEventFd, &one, sizeof one);
+}
+
+void MoverControl::takeRequests() {
+  for (ControlRequest request; queues_->toControl.tryPop(&request);) handle(request);
+}
+
+void MoverControl::handle(ControlRequest& request) {
+  switch (request.kind) {
+    case ControlRequest::Kind::None: return;
+    case ControlRequest::Kind::Import: import(request); return;
+    case ControlRequest::Kind::Connect: connect(request); return;
+    case ControlRequest::Kind::Unmap:
+      if (CUresult result = driver_->cuIpcCloseMemHandle(request.mapped); result != CUDA_SUCCESS) {
+        logWarn("{}", driver_->error("cuIpcCloseMemHandle", result).message());
+      }
+      return;
+    case ControlRequest::Kind::Retire:
+      connections_.erase(request.peer);
+      request.registration.reset();
+      request.connection.reset();
+      return;
+  }
+}
+
+void MoverControl::import(const ControlRequest& request) {
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::Imported;
+  event.allocation = request.buffer.allocationId;
+  CUipcMemHandle handle;
+  static_assert(sizeof handle == kIpcHandleBytes);
+  std::memcpy(&handle, request.buffer.ipcHandle, sizeof handle);
+  event.status = HOCCL_CU(driver_, cuIpcOpenMemHandle(&event.address, handle,
+                                                      CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  if (!event.status) {
+    event.status = event.status.inContext(
+        fmt::format("the mover cannot map the application's allocation at {:#x} ({} bytes)",
+                    request.buffer.allocationBase, request.buffer.allocationBytes));
+  }
+  post(std::move(event));
+}
+
+void MoverControl::linkFailed(const PeerId& peer, const Status& status) {
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::LinkFailed;
+  event.peer = peer;
+  event.status = status;
+  post(std::move(event));
+}
+
+void MoverControl::connect(const ControlRequest& request) {
+  const PeerId& peer = request.peer;
+  if (connections_.count(peer) || connecting_.count(peer) || crossed_.count(peer)) return;
+  Attempt attempt{nullptr, Deadline::afterMs(timeoutMs_)};
+  if (Status status = transport_->connect(peer, request.address, &attempt.handshake); !status) {
+    linkFailed(peer, status.inContext("its mover cannot be reached"));
+    return;
+  }
+  watch(attempt.handshake->watchFd());
+  connecting_.emplace(peer, std::move(attempt));
+}
+
+void MoverControl::acceptAll() {
+  while (std::unique_ptr<Handshake> handshake = transport_->accept()) {
+    watch(handshake->watchFd());
+    accepting_.push_back({std::move(handshake), Deadline::afterMs(timeoutMs_)});
+  }
+}
+
+/// Decides on a peer whose greeting has come. When both sides connect at once, the one with the
+/// smaller id gives way.
+void MoverControl::greet(Attempt& attempt) {
+  const PeerId peer = *attempt.handshake->peer();
+  if (connections_.count(peer)) {
+    attempt.handshake->decide(Handshake::Decision::Refuse, "a connection from this mover stands");
+    return;
+  }
+  if (auto own = connecting_.find(peer); own != connecting_.end()) {
+    if (peer < self_) {
+      attempt.handshake->decide(Handshake::Decision::Crossed, "crossed");
+      return;
+    }
+    connecting_.erase(own);
+  }
+  crossed_.erase(peer);
+  attempt.handshake->decide(Handshake::Decision::Accept, "");
+}
+
+void MoverControl::advanceAttempts() {
+  for (auto position = accepting_.begin(); position != accepting_.end();) {
+    Handshake& handshake = *position->handshake;
+    Handshake::State state = handshake.advance();
+    if (state == Handshake::State::Pending && handshake.peer()) {
+      greet(*position);
+      state = handshake.advance();
+    }
+    if (state == Handshake::State::Pending && !position->deadline.passed()) {
+      ++position;
+      continue;
+    }
+    if (state == Handshake::State::Done) established(handshake.take());
+    if (state == Handshake::State::Failed) {
+      logWarn("a connection to this mover was not made: {}", handshake.status().message());
+    }
+    position = accepting_.erase(position);
+  }
+  for (auto position = connecting_.begin(); position != connecting_.end();) {
+    Attempt& attempt = position->second;
+    const PeerId peer = position->first;
+    switch (attempt.handshake->advance()) {
+      case Handshake::State::Pending:
+        if (!attempt.deadline.passed()) {
+          ++position;
+          continue;
+        }
+        linkFailed(peer, Status::error(Code::Timeout,
+                                       fmt::format("its mover did not answer within {} ms "
+                                                   "(HOCCL_TIMEOUT_MS)",
+                                                   timeoutMs_)));
+        break;
+      case Handshake::State::Done: established(attempt.handshake->take()); break;
+      case Handshake::State::Crossed: crossed_.emplace(peer, Deadline::afterMs(timeoutMs_)); break;
+      case Handshake::State::Failed:
+        linkFailed(peer, attempt.handshake->status().inContext("its mover refused the connection"));
+        break;
+    }
+    position = connecting_.erase(position);
+  }
+  for (auto position = crossed_.begin(); position != crossed_.end();) {
+    if (!position->second.passed()) {
+      ++position;
+      continue;
+    }
+    linkFailed(position->first, Status::error(Code::Timeout, "its mover's own connection never came"));
+    position = crossed_.erase(position);
+  }
+}
+
+void MoverControl::established(std::unique_ptr<Connection> connection) {
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::LinkUp;
+  event.peer = connection->peer();
+  crossed_.erase(event.peer);
+  const Staging& staging = connection->staging();
+  if (Status status =
+          HostRegistration::create(driver_, staging.base, staging.bytes, &event.registration);
+      !status) {
+    linkFailed(event.peer, status);
+    return;
+  }
+  connections_[event.peer] = connection.get();
+  watch(connection->watchFd());
+  event.connection = std::move(connection);
+  post(std::move(event));
+}
+
+void MoverControl::applicationSays() {
+  alignas(8) std::byte buffer[512];
+  std::size_t bytes = 0;
+  std::vector<UniqueFd> fds;
+  ReceiveState state = ReceiveState::WouldBlock;
+  Status status = recvWithFds(application_, buffer, sizeof buffer, &bytes, &fds, &state);
+  if (status && state == ReceiveState::WouldBlock) return;
+  if (!status || state == ReceiveState::Closed) {
+    // The application has let go of its mover, or is gone and its pidfd will say so too.
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, application_, nullptr);
+    LoopEvent stop;
+    stop.kind = LoopEvent::Kind::Stop;
+    post(std::move(stop));
+    return;
+  }
+  MoverReply reply{};
+  reply.magic = kMoverMagic;
+  status = addCommunicator(buffer, bytes, &fds);
+  reply.ok = status ? 1 : 0;
+  setText(reply.text, status.message());
+  if (Status sent = sendWithFdsWithin(application_, &reply, sizeof reply, {}, timeoutMs_); !sent) {
+    logWarn("the application takes no answer: {}", sent.message());
+  }
+}
+
+Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
+                                     std::vector<UniqueFd>* fds) {
+  AddCommunicator request{};
+  if (bytes != sizeof request || fds->size() != 1) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("request of {} bytes and {} descriptors", bytes, fds->size()));
+  }
+  std::memcpy(&request, data, sizeof request);
+  if (request.magic != kMoverMagic || request.index >= kMaxCommunicators || request.ranks == 0 ||
+      request.ranks > kMaxRanks || request.rank < 0 ||
+      static_cast<std::uint64_t>(request.rank) >= request.ranks) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("communicator {} with rank {} of {} makes no sense",
+                                     request.index, request.rank, request.ranks));
+  }
+  SharedMemory table;
+  HOCCL_RETURN_IF_ERROR(
+      SharedMemory::map(std::move((*fds)[0]), request.ranks * sizeof(PeerRecord), &table));
+  const auto* records = static_cast<const PeerRecord*>(table.data());
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::CommunicatorAdded;
+  event.communicator = std::make_unique<CommunicatorInfo>();
+  event.communicator->index = request.index;
+  event.communicator->id = request.id;
+  event.communicator->rank = request.rank;
+  for (std::uint64_t i = 0; i < request.ranks; ++i) {
+    event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
+                                         getText(records[i].host), records[i].pid});
+  }
+  post(std::move(event));
+  return {};
+}
+
+}  // namespace hoccl

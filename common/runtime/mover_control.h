@@ -1,0 +1,73 @@
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/base/config.h"
+#include "common/base/fd.h"
+#include "common/base/time.h"
+#include "common/runtime/mover_events.h"
+
+namespace hoccl {
+
+/// The mover's second thread: everything that may take long. Waits in epoll; no work, no CPU.
+class MoverControl {
+ public:
+  struct Dependencies {
+    const Driver* driver = nullptr;
+    CUcontext context = nullptr;
+    MoverQueues* queues = nullptr;
+    Transport* transport = nullptr;
+    PeerId self;
+    int application = -1;  ///< socket to the application
+    UniqueFd applicationPidfd;
+  };
+  MoverControl(Dependencies dependencies, const Config& config);
+  ~MoverControl();
+
+  /// The thread's body: until the application ends or `requestStop`.
+  void run();
+  void requestStop();
+
+ private:
+  struct Attempt {
+    std::unique_ptr<Handshake> handshake;
+    Deadline deadline;
+  };
+
+  void takeRequests();
+  void handle(ControlRequest& request);
+  void import(const ControlRequest& request);
+  void connect(const ControlRequest& request);
+  void applicationSays();
+  Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
+  void acceptAll();
+  void advanceAttempts();
+  void greet(Attempt& attempt);
+  void established(std::unique_ptr<Connection> connection);
+  void linkFailed(const PeerId& peer, const Status& status);
+  void post(LoopEvent event);
+  void watch(int fd);
+
+  const Driver* driver_;
+  CUcontext context_;
+  MoverQueues* queues_;
+  Transport* transport_;
+  PeerId self_;
+  int application_;
+  UniqueFd applicationPidfd_;
+  std::uint64_t timeoutMs_;
+  UniqueFd epoll_;
+  std::atomic<bool> stop_{false};
+
+  std::map<PeerId, Attempt> connecting_;  ///< attempts of this side, by peer
+  /// Peers that connected at the same time and keep theirs: until when theirs has to have come.
+  std::map<PeerId, Deadline> crossed_;
+  std::vector<Attempt> accepting_;
+  std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
+};
+
+}  // namespace hoccl

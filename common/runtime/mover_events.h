@@ -1,0 +1,69 @@
+#pragma once
+
+// What the mover's two threads say to each other. The loop moves data and never waits for anything
+// else; the control thread makes the calls that take milliseconds (imports, registrations, set-up of
+// connections) and watches the application and the peers.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/gpu/host_registration.h"
+#include "common/net/transport.h"
+#include "common/runtime/segment.h"
+#include "common/runtime/spsc_queue.h"
+
+namespace hoccl {
+
+/// Where a rank of a communicator can be reached.
+struct PeerInfo {
+  PeerId mover;          ///< all zero: this rank cannot be reached from here
+  std::string address;   ///< of its transport
+  std::string host;      ///< for messages
+  std::uint64_t pid = 0;
+};
+
+/// A communicator as the mover knows it.
+struct CommunicatorInfo {
+  std::uint32_t index = 0;
+  std::uint64_t id = 0;
+  std::int32_t rank = 0;
+  std::vector<PeerInfo> peers;  ///< by rank
+};
+
+/// Control thread to loop.
+struct LoopEvent {
+  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Stop };
+  Kind kind = Kind::None;
+  std::unique_ptr<CommunicatorInfo> communicator;
+  PeerId peer;
+  std::unique_ptr<Connection> connection;
+  HostRegistration registration;
+  std::uint64_t allocation = 0;
+  CUdeviceptr address = 0;
+  Status status;
+};
+
+/// Loop to control thread.
+struct ControlRequest {
+  enum class Kind { None, Connect, Import, Unmap, Retire };
+  Kind kind = Kind::None;
+  PeerId peer;
+  std::string address;
+  BufferRef buffer{};
+  CUdeviceptr mapped = 0;
+  std::unique_ptr<Connection> connection;
+  HostRegistration registration;
+};
+
+/// The two queues, and the descriptors by which each side wakes the other.
+struct MoverQueues {
+  static constexpr std::size_t kCapacity = 4096;
+  SpscQueue<LoopEvent> toLoop{kCapacity};
+  SpscQueue<ControlRequest> toControl{kCapacity};
+  int loopEventFd = -1;     ///< also rung by the application
+  int controlEventFd = -1;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,699 @@
+#include "common/runtime/mover_loop.h"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/base/log.h"
+#include "common/base/time.h"
+
+namespace hoccl {
+namespace {
+
+/// While copies are in flight the loop spins this many times longer than HOCCL_SPIN_US: a copy ends
+/// within microseconds, and a nap would stretch it.
+constexpr std::uint64_t kCopySpinFactor = 10;
+constexpr std::uint64_t kFirstNapNs = 1000;
+/// How long a peer that died is given for copies its driver may still be ending.
+constexpr std::uint64_t kLastBreathNs = 100'000'000;
+
+}  // namespace
+
+MoverLoop::MoverLoop(Dependencies d, const Config& config)
+    : segment_(d.segment),
+      segmentRegistration_(d.segmentRegistration),
+      queues_(d.queues),
+      spinNs_(config.spinUs * 1000),
+      pollMaxNs_(config.pollMaxUs * 1000),
+      timeoutNs_(config.timeoutMs * 1'000'000),
+      launches_(d.segment.launchSlots()),
+      communicators_(kMaxCommunicators),
+      imports_(config.importCache) {
+  out_ = {std::move(d.out), static_cast<std::uint32_t>(config.laneDepth), 0};
+  in_ = {std::move(d.in), static_cast<std::uint32_t>(config.laneDepth), 0};
+  starting_.reserve(launches_.size());
+}
+
+MoverLoop::~MoverLoop() = default;
+
+void MoverLoop::run() {
+  lastProgressNs_ = monotonicNs();
+  while (!stopped_) {
+    bool moved = takeOperations();
+    moved |= takeEvents();
+    moved |= pollStarts();
+    moved |= progressLinks();
+    if (!dying_.empty() || leaving_) takeLeave();
+    if (!closable_.empty()) acknowledgeCloses();
+    if (stopping_) tryStop();
+    rest(moved);
+  }
+}
+
+// --- One round -----------------------------------------------------------------------------------
+
+bool MoverLoop::takeOperations() {
+  OpDescriptor descriptor;
+  bool any = false;
+  while (segment_.tryPop(&descriptor)) {
+    any = true;
+    onDescriptor(descriptor);
+  }
+  return any;
+}
+
+bool MoverLoop::takeEvents() {
+  bool any = false;
+  while (!requests_.empty() && queues_->toControl.tryPush(requests_.front())) {
+    requests_.erase(requests_.begin());
+  }
+  for (LoopEvent event; queues_->toLoop.tryPop(&event); any = true) {
+    switch (event.kind) {
+      case LoopEvent::Kind::None: break;
+      case LoopEvent::Kind::CommunicatorAdded: {
+        const std::uint32_t index = event.communicator->index;
+        auto communicator = std::make_unique<Communicator>();
+        communicator->info = std::move(*event.communicator);
+        communicator->pairs.resize(communicator->info.peers.size());
+        communicator->record = &segment_.communicator(index);
+        communicatorById_[communicator->info.id] = communicator.get();
+        communicators_[index] = std::move(communicator);
+        segment_.communicator(index).state.store(static_cast<std::uint32_t>(CommunicatorState::Open),
+                                                 std::memory_order_release);
+        break;
+      }
+      case LoopEvent::Kind::LinkUp: linkUp(event); break;
+      case LoopEvent::Kind::LinkFailed: peerGone(event.peer, event.status.message()); break;
+      case LoopEvent::Kind::Imported: {
+        Import* import = imports_.find(event.allocation);
+        if (!import) break;
+        import->address = event.address;
+        import->status = event.status;
+        segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
+        if (event.status) import->state = Import::State::Ready;
+        // While it is still pending, an operation that ends takes itself off the list.
+        while (Op* op = import->waiters) {
+          if (!event.status) {
+            failCommunicator(*op->communicator, Code::Cuda, event.status.message());
+            continue;
+          }
+          import->waiters = std::exchange(op->next, nullptr);
+          op->address = import->address + op->descriptor.buffer.offset;
+          arrived(op, Op::kForImport);
+        }
+        if (!event.status) import->state = Import::State::Failed;
+        break;
+      }
+      case LoopEvent::Kind::Stop:
+        stopping_ = true;
+        stopDeadlineNs_ = monotonicNs() + timeoutNs_;
+        for (auto& communicator : communicators_) {
+          if (!communicator) continue;
+          failCommunicator(*communicator, Code::Aborted, "the application has ended");
+        }
+        break;
+    }
+  }
+  return any;
+}
+
+bool MoverLoop::pollStarts() {
+  bool any = false;
+  for (std::size_t i = 0; i < starting_.size();) {
+    Launch& launch = launches_[starting_[i]];
+    bool come = launch.complete();
+    for (std::size_t s = 0; come && s < launch.streams.size(); ++s) {
+      const Launch::Stream& stream = launch.streams[s];
+      come = segment_.launch(stream.slot).start.reached(stream.sequence);
+    }
+    if (!come && launch.active) {
+      ++i;
+      continue;
+    }
+    starting_[i] = starting_.back();
+    starting_.pop_back();
+    any = true;
+    if (!launch.active) continue;  // every operation failed before the start
+    launch.started = true;
+    // An operation that is ready at once may end inside arrived(), and with it the launch.
+    for (std::size_t k = 0; k < launch.ops.size(); ++k) {
+      if (launch.ops[k]) arrived(launch.ops[k], Op::kForStart);
+    }
+  }
+  return any;
+}
+
+bool MoverLoop::progressLinks() {
+  bool any = false;
+  for (auto& [peer, link] : links_) {
+    if (!link->up()) continue;
+    Message message;
+    while (link->receive(&message)) {
+      any = true;
+      onMessage(*link, message);
+    }
+    any |= link->progress();
+    if (link->connection()->peerGone()) peerGone(peer, "its mover has ended");
+  }
+  return any;
+}
+
+void MoverLoop::rest(bool moved) {
+  if (moved) {
+    lastProgressNs_ = 0;
+    napNs_ = 0;
+    return;
+  }
+  const std::uint64_t now = monotonicNs();
+  if (lastProgressNs_ == 0) lastProgressNs_ = now;
+  const bool copying = out_.inFlight + in_.inFlight > 0;
+  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) return;
+
+  bool active = pendingOps_ > 0 || !requests_.empty() || !dying_.empty() || leaving_ || stopping_;
+  for (auto& [peer, link] : links_) active = active || link->active();
+  SegmentHeader& header = segment_.header();
+  header.moverSleeps.store(1, std::memory_order_seq_cst);
+  if (segment_.empty() && queues_->toLoop.empty()) {
+    napNs_ = std::clamp(napNs_ * 2, kFirstNapNs, pollMaxNs_);
+    const timespec nap{static_cast<time_t>(napNs_ / 1'000'000'000),
+                       static_cast<long>(napNs_ % 1'000'000'000)};
+    pollfd bell{queues_->loopEventFd, POLLIN, 0};
+    if (::ppoll(&bell, 1, active ? &nap : nullptr, nullptr) > 0) {
+      std::uint64_t rings = 0;
+      [[maybe_unused]] ssize_t got = ::read(queues_->loopEventFd, &rings, sizeof rings);
+      lastProgressNs_ = 0;
+      napNs_ = 0;
+    }
+    header.loopWakeups.fetch_add(1, std::memory_order_relaxed);
+  }
+  header.moverSleeps.store(0, std::memory_order_relaxed);
+}
+
+/// Peers that died: takes what they sent before, then ends what they will not send.
+void MoverLoop::takeLeave() {
+  const std::uint64_t now = monotonicNs();
+  for (std::size_t i = 0; i < dying_.size();) {
+    if (now - dying_[i].sinceNs < kLastBreathNs) {
+      ++i;
+      continue;
+    }
+    const Dying dying = std::move(dying_[i]);
+    dying_.erase(dying_.begin() + static_cast<std::ptrdiff_t>(i));
+    auto position = links_.find(dying.peer);
+    std::vector<Op*> torn;
+    if (position != links_.end()) position->second->abandonPeer(&torn);
+    for (auto& communicator : communicators_) {
+      if (!communicator) continue;
+      for (std::size_t rank = 0; rank < communicator->info.peers.size(); ++rank) {
+        if (communicator->info.peers[rank].mover != dying.peer) continue;
+        const bool isTorn = std::any_of(torn.begin(), torn.end(), [&](const Op* op) {
+          return op->communicator == communicator.get() &&
+                 op->descriptor.peer == static_cast<std::int32_t>(rank);
+        });
+        pairEnded(*communicator, static_cast<std::int32_t>(rank), !isTorn, dying.why);
+      }
+    }
+  }
+  // A dead link goes when no copy touches its memory any more.
+  leaving_ = false;
+  for (auto position = links_.begin(); position != links_.end();) {
+    Link& link = *position->second;
+    if (!link.abandoned() || link.copying()) {
+      leaving_ = leaving_ || link.abandoned();
+      ++position;
+      continue;
+    }
+    ControlRequest retire;
+    retire.kind = ControlRequest::Kind::Retire;
+    retire.peer = position->first;
+    link.dismantle(&retire.connection, &retire.registration);
+    request(std::move(retire));
+    position = links_.erase(position);
+  }
+}
+
+void MoverLoop::tryStop() {
+  const bool quiet = out_.inFlight + in_.inFlight == 0;
+  if (quiet || monotonicNs() > stopDeadlineNs_) stopped_ = true;
+}
+
+// --- Operations ----------------------------------------------------------------------------------
+
+void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
+  if (descriptor.communicator >= kMaxCommunicators) return;  // a torn segment
+  // Its communicator was announced before, but perhaps after this round's look at the events.
+  if (!communicators_[descriptor.communicator]) takeEvents();
+  Communicator* communicator = communicators_[descriptor.communicator].get();
+  switch (descriptor.kind) {
+    case OpKind::ExtraStream:
+      if (Launch* launch = launchOf(descriptor)) {
+        // The first stream's slot names the launch; the further one's rides in pairSequence/bytes.
+        launch->streams.push_back({static_cast<std::uint32_t>(descriptor.pairSequence),
+                                   descriptor.bytes});
+      }
+      return;
+    case OpKind::Abort:
+    case OpKind::Close:
+      if (!communicator) return;
+      ++communicator->closesAsked;
+      if (descriptor.kind == OpKind::Abort) {
+        failCommunicator(*communicator, Code::Aborted, "the communicator was aborted");
+      }
+      closable_.push_back(descriptor.communicator);
+      return;
+    case OpKind::Send:
+    case OpKind::Recv: {
+      Launch* launch = launchOf(descriptor);
+      if (!launch) return;
+      if (!communicator || descriptor.peer < 0 ||
+          static_cast<std::size_t>(descriptor.peer) >= communicator->pairs.size() ||
+          descriptor.bytes == 0) {
+        ++launch->opsSeen;
+        if (++launch->opsDone == launch->opsExpected) finishLaunch(*launch);
+        return;
+      }
+      admit(descriptor, *communicator, *launch);
+      return;
+    }
+  }
+}
+
+Launch* MoverLoop::launchOf(const OpDescriptor& descriptor) {
+  if (descriptor.launchSlot >= launches_.size()) return nullptr;  // a torn segment
+  Launch& launch = launches_[descriptor.launchSlot];
+  if (!launch.active) {
+    launch.active = true;
+    launch.started = false;
+    launch.finishByLane = false;
+    launch.opsSeen = launch.opsDone = 0;
+    launch.opsExpected = descriptor.launchOps;
+    launch.streamsExpected = descriptor.launchStreams;
+    launch.ops.clear();
+    launch.streams.clear();
+    launch.streams.push_back({descriptor.launchSlot, descriptor.launchSequence});
+    starting_.push_back(descriptor.launchSlot);
+  }
+  return &launch;
+}
+
+void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator, Launch& launch) {
+  Op* op = pool_.take();
+  op->descriptor = descriptor;
+  op->communicator = &communicator;
+  op->waiting = Op::kForStart | Op::kForImport | Op::kForLink | (op->send() ? Op::kForPeer : 0u);
+  launch.ops.push_back(op);
+  ++launch.opsSeen;
+  ++pendingOps_;
+  ++communicator.pending;
+
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(descriptor.peer)];
+  PairWindow& window = op->send() ? pair.sends : pair.receives;
+  PairWindow::Entry* entry = window.find(descriptor.pairSequence);
+  if (entry) entry->op = op;
+  if (communicator.failed || broken_) {
+    failOp(op);
+    return;
+  }
+  if (pair.dead) {
+    failCommunicator(communicator, Code::Remote, pair.why);
+    return;
+  }
+  if (!entry) {
+    failCommunicator(communicator, Code::Internal,
+                     fmt::format("operation {} with {} is out of sequence", descriptor.pairSequence,
+                                 describePeer(communicator, descriptor.peer)));
+    return;
+  }
+  bool fresh = false;
+  op->import = imports_.acquire(descriptor.buffer, &fresh);
+  if (fresh) {
+    evictImports();
+    ControlRequest import;
+    import.kind = ControlRequest::Kind::Import;
+    import.buffer = descriptor.buffer;
+    request(std::move(import));
+  }
+  if (op->import->state == Import::State::Failed) {
+    failCommunicator(communicator, Code::Cuda, op->import->status.message());
+    return;
+  }
+  if (op->import->state == Import::State::Ready) {
+    op->address = op->import->address + descriptor.buffer.offset;
+    op->waiting &= ~Op::kForImport;
+  } else {
+    op->next = std::exchange(op->import->waiters, op);
+  }
+  op->link = linkTo(communicator.info.peers[static_cast<std::size_t>(descriptor.peer)]);
+  if (op->link->up()) op->waiting &= ~Op::kForLink;
+  if (entry->peerReady) match(op, *entry);
+}
+
+/// Both sides of a send are known: they must be of one size.
+void MoverLoop::match(Op* op, const PairWindow::Entry& entry) {
+  if (entry.peerBytes == op->descriptor.bytes) {
+    arrived(op, Op::kForPeer);
+    return;
+  }
+  Communicator& communicator = *op->communicator;
+  if (op->link->up()) {
+    Message message{};
+    message.type = MessageType::Failed;
+    message.slot = static_cast<std::uint32_t>(FailReason::SizeMismatch);
+    message.communicator = communicator.info.id;
+    message.source = communicator.info.rank;
+    message.destination = op->descriptor.peer;
+    message.pairSequence = op->descriptor.pairSequence;
+    message.bytes = op->descriptor.bytes;
+    message.length = entry.peerBytes;
+    op->link->send(message);
+  }
+  failCommunicator(communicator, Code::InvalidArgument,
+                   fmt::format("send of {} bytes to {} met a receive of {} bytes (steered operation "
+                               "{} of this pair): the two ranks' counts differ",
+                               op->descriptor.bytes, describePeer(communicator, op->descriptor.peer),
+                               entry.peerBytes, op->descriptor.pairSequence));
+}
+
+void MoverLoop::arrived(Op* op, Op::Waiting what) {
+  op->waiting &= ~static_cast<std::uint32_t>(what);
+  if (op->waiting == 0 && !op->failed) activate(op);
+}
+
+void MoverLoop::activate(Op* op) {
+  if (op->send()) {
+    op->link->startSend(op);
+    return;
+  }
+  Message message{};
+  message.type = MessageType::Ready;
+  address(*op, &message);
+  message.pairSequence = op->descriptor.pairSequence;
+  message.bytes = op->descriptor.bytes;
+  op->link->send(message);
+}
+
+FlagWrite MoverLoop::finishWrite(const Op& op) {
+  Launch& launch = launches_[op.descriptor.launchSlot];
+  if (launch.opsExpected != 1 || launch.streamsExpected != 1 || op.failed) return {};
+  launch.finishByLane = true;
+  return {segmentRegistration_->deviceAddress(segment_.launch(op.descriptor.launchSlot).finish),
+          op.descriptor.launchSequence};
+}
+
+void MoverLoop::address(const Op& op, Message* message) {
+  const Communicator& communicator = *op.communicator;
+  message->communicator = communicator.info.id;
+  message->source = op.send() ? communicator.info.rank : op.descriptor.peer;
+  message->destination = op.send() ? op.descriptor.peer : communicator.info.rank;
+}
+
+void MoverLoop::copyEnded(Op& op, std::uint64_t bytes) {
+  --op.copiesInFlight;
+  op.done += bytes;
+  SegmentHeader& header = segment_.header();
+  (op.send() ? header.chunksOut : header.chunksIn).fetch_add(1, std::memory_order_relaxed);
+  if (op.copiesInFlight == 0 && (op.failed || op.done == op.descriptor.bytes)) finishOp(&op);
+}
+
+/// Ends an operation without its bytes; copies in flight are waited for.
+void MoverLoop::failOp(Op* op) {
+  if (op->failed) return;
+  op->failed = true;
+  if (op->link) op->link->forget(op);
+  if (op->copiesInFlight == 0) finishOp(op);
+}
+
+void MoverLoop::finishOp(Op* op) {
+  Communicator& communicator = *op->communicator;
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op->descriptor.peer)];
+  (op->send() ? pair.sends : pair.receives).finish(op->descriptor.pairSequence);
+  if (op->import) {
+    if (op->import->state == Import::State::Pending) {
+      for (Op** at = &op->import->waiters; *at; at = &(*at)->next) {
+        if (*at == op) {
+          *at = op->next;
+          break;
+        }
+      }
+    }
+    imports_.release(op->import);
+  }
+  if (!op->failed) {
+    CommunicatorRecord& record = *communicator.record;
+    (op->send() ? record.sentOps : record.receivedOps).fetch_add(1, std::memory_order_relaxed);
+    (op->send() ? record.sentBytes : record.receivedBytes)
+        .fetch_add(op->descriptor.bytes, std::memory_order_relaxed);
+  }
+  Launch& launch = launches_[op->descriptor.launchSlot];
+  if (!launch.started) std::replace(launch.ops.begin(), launch.ops.end(), op, static_cast<Op*>(nullptr));
+  ++launch.opsDone;
+  --pendingOps_;
+  --communicator.pending;
+  pool_.give(op);
+  if (launch.opsDone == launch.opsExpected) finishLaunch(launch);
+  if (communicator.closesAsked > 0) closable_.push_back(communicator.info.index);
+}
+
+void MoverLoop::finishLaunch(Launch& launch) {
+  if (!launch.finishByLane) {
+    for (const Launch::Stream& stream : launch.streams) {
+      segment_.launch(stream.slot).finish.set(stream.sequence);
+    }
+  }
+  launch.active = false;
+}
+
+// --- Communicators and peers ---------------------------------------------------------------------
+
+Communicator* MoverLoop::byId(std::uint64_t id) {
+  auto position = communicatorById_.find(id);
+  return position == communicatorById_.end() ? nullptr : position->second;
+}
+
+std::string MoverLoop::describePeer(const Communicator& communicator, std::int32_t peer) const {
+  const PeerInfo& info = communicator.info.peers[static_cast<std::size_t>(peer)];
+  return fmt::format("rank {} (host {}, process {})", peer, info.host, info.pid);
+}
+
+void MoverLoop::onMessage(Link& link, const Message& message) {
+  switch (message.type) {
+    case MessageType::Ready: onReady(link, message); return;
+    case MessageType::Failed: onFailed(message); return;
+    case MessageType::Chunk:
+      if (link.announce(message)) return;
+      break;
+  }
+  peerGone(link.peer(), fmt::format("its mover sent a message of type {} that makes no sense here",
+                                    static_cast<std::uint32_t>(message.type)));
+}
+
+void MoverLoop::onReady(Link& link, const Message& message) {
+  Communicator* communicator = byId(message.communicator);
+  const bool known = communicator && message.source == communicator->info.rank &&
+                     message.destination >= 0 &&
+                     static_cast<std::size_t>(message.destination) < communicator->pairs.size();
+  if (!known) {
+    Message answer = message;
+    answer.type = MessageType::Failed;
+    answer.slot = static_cast<std::uint32_t>(FailReason::Aborted);
+    link.send(answer);
+    return;
+  }
+  Communicator::Pair& pair = communicator->pairs[static_cast<std::size_t>(message.destination)];
+  PairWindow::Entry* entry = pair.sends.find(message.pairSequence);
+  if (!entry || entry->peerReady) return;  // over already on this side
+  entry->peerReady = true;
+  entry->peerBytes = message.bytes;
+  if (entry->op) match(entry->op, *entry);
+}
+
+Op* MoverLoop::receiveFor(const Message& message) {
+  Communicator* communicator = byId(message.communicator);
+  if (!communicator || message.source < 0 ||
+      static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
+    return nullptr;
+  }
+  PairWindow::Entry* entry =
+      communicator->pairs[static_cast<std::size_t>(message.source)].receives.find(
+          message.pairSequence);
+  if (!entry || !entry->op || entry->op->failed || entry->op->waiting != 0) return nullptr;
+  return entry->op;
+}
+
+void MoverLoop::onFailed(const Message& message) {
+  Communicator* communicator = byId(message.communicator);
+  if (!communicator || message.source < 0 ||
+      static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
+    return;
+  }
+  const std::string who = describePeer(*communicator, message.source);
+  switch (static_cast<FailReason>(message.slot)) {
+    case FailReason::SizeMismatch:
+      failCommunicator(*communicator, Code::InvalidArgument,
+                       fmt::format("receive of {} bytes met a send of {} bytes from {} (steered "
+                                   "operation {} of this pair): the two ranks' counts differ",
+                                   message.length, message.bytes, who, message.pairSequence));
+      return;
+    case FailReason::Aborted:
+      pairEnded(*communicator, message.source, true,
+                fmt::format("{} has aborted or destroyed the communicator", who));
+      return;
+    case FailReason::LocalError:
+      pairEnded(*communicator, message.source, false,
+                fmt::format("{} reports an error of its own: see its log", who));
+      return;
+  }
+}
+
+Link* MoverLoop::linkTo(const PeerInfo& peer) {
+  auto [position, added] = links_.try_emplace(peer.mover);
+  if (added) {
+    position->second = std::make_unique<Link>(this, peer.mover);
+    ControlRequest connect;
+    connect.kind = ControlRequest::Kind::Connect;
+    connect.peer = peer.mover;
+    connect.address = peer.address;
+    request(std::move(connect));
+  }
+  return position->second.get();
+}
+
+void MoverLoop::linkUp(LoopEvent& event) {
+  auto [position, added] = links_.try_emplace(event.peer);
+  if (added) position->second = std::make_unique<Link>(this, event.peer);
+  Link& link = *position->second;
+  link.establish(std::move(event.connection), std::move(event.registration));
+  scratch_.clear();  // activating an operation may change the windows walked here
+  for (auto& communicator : communicators_) {
+    if (!communicator) continue;
+    for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
+      if (communicator->info.peers[rank].mover != event.peer) continue;
+      auto collect = [&](PairWindow::Entry& entry) {
+        if (entry.op && (entry.op->waiting & Op::kForLink)) scratch_.push_back(entry.op);
+      };
+      communicator->pairs[rank].sends.forEach(collect);
+      communicator->pairs[rank].receives.forEach(collect);
+    }
+  }
+  for (Op* op : scratch_) arrived(op, Op::kForLink);
+}
+
+void MoverLoop::peerGone(const PeerId& peer, const std::string& why) {
+  auto position = links_.find(peer);
+  if (position == links_.end() || position->second->leaving()) return;
+  position->second->setLeaving();
+  // A link that never stood has nothing to take leave of.
+  const std::uint64_t now = monotonicNs();
+  dying_.push_back({peer, why, position->second->up() ? now : now - kLastBreathNs});
+}
+
+/// Nothing more comes from that rank. Operations that can still end by themselves do (what was
+/// announced is in the slots, unless `takeAnnounced` is false); any other fails the communicator.
+void MoverLoop::pairEnded(Communicator& communicator, std::int32_t peer, bool takeAnnounced,
+                          const std::string& why) {
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(peer)];
+  if (pair.dead) return;
+  pair.dead = true;
+  pair.why = fmt::format("{}: {}", describePeer(communicator, peer), why);
+  bool doomed = false;
+  pair.sends.forEach([&](PairWindow::Entry& entry) {
+    doomed = doomed || (entry.op && entry.op->issued < entry.op->descriptor.bytes);
+  });
+  pair.receives.forEach([&](PairWindow::Entry& entry) {
+    doomed = doomed || (entry.op && (!takeAnnounced ||
+                                     entry.op->announced < entry.op->descriptor.bytes));
+  });
+  if (doomed) failCommunicator(communicator, Code::Remote, pair.why);
+}
+
+void MoverLoop::failCommunicator(Communicator& communicator, Code code, const std::string& text) {
+  if (communicator.failed) return;
+  communicator.failed = true;
+  CommunicatorRecord& record = *communicator.record;
+  if (code != Code::Aborted) {
+    logError("rank {} of communicator {:016x}: {}", communicator.info.rank, communicator.info.id,
+             text);
+    const std::size_t length = std::min(text.size(), sizeof record.errorText - 1);
+    std::memcpy(record.errorText, text.data(), length);
+    record.errorText[length] = 0;
+  }
+  record.errorCode.store(static_cast<std::uint32_t>(code), std::memory_order_release);
+  tellPeers(communicator, code == Code::Aborted ? FailReason::Aborted : FailReason::LocalError);
+  std::vector<Op*> all;
+  for (Communicator::Pair& pair : communicator.pairs) {
+    auto collect = [&](PairWindow::Entry& entry) {
+      if (entry.op) all.push_back(entry.op);
+    };
+    pair.sends.forEach(collect);
+    pair.receives.forEach(collect);
+  }
+  for (Op* op : all) failOp(op);
+}
+
+void MoverLoop::tellPeers(Communicator& communicator, FailReason reason) {
+  for (std::size_t rank = 0; rank < communicator.info.peers.size(); ++rank) {
+    auto position = links_.find(communicator.info.peers[rank].mover);
+    if (position == links_.end() || !position->second->up() || communicator.pairs[rank].dead) continue;
+    Message message{};
+    message.type = MessageType::Failed;
+    message.slot = static_cast<std::uint32_t>(reason);
+    message.communicator = communicator.info.id;
+    message.source = communicator.info.rank;
+    message.destination = static_cast<std::int32_t>(rank);
+    position->second->send(message);
+  }
+}
+
+/// Communicators whose Abort or Close has nothing left to wait for end here, between two rounds, so
+/// that nobody else has to expect it.
+void MoverLoop::acknowledgeCloses() {
+  for (std::uint32_t index : closable_) {
+    Communicator* communicator = communicators_[index].get();
+    if (!communicator || communicator->closesAsked == 0 || communicator->pending > 0) continue;
+    if (!communicator->failed) tellPeers(*communicator, FailReason::Aborted);
+    CommunicatorRecord& record = *communicator->record;
+    const std::uint32_t closes = communicator->closesAsked;
+    communicatorById_.erase(communicator->info.id);
+    communicators_[index].reset();
+    record.state.store(static_cast<std::uint32_t>(CommunicatorState::Closed),
+                       std::memory_order_release);
+    record.closes.fetch_add(closes, std::memory_order_release);
+  }
+  closable_.clear();
+}
+
+/// A driver call failed. Everything ends in an error; then the process does, which ends what may still
+/// be queued on its streams, and the application's watcher releases whatever waits for it.
+void MoverLoop::fatal(const Status& status) {
+  if (std::exchange(broken_, true)) return;
+  logError("nothing can be moved any more: {}", status.withOrigin());
+  for (auto& communicator : communicators_) {
+    if (communicator) failCommunicator(*communicator, Code::Cuda, status.message());
+  }
+  stopping_ = true;
+  stopDeadlineNs_ = monotonicNs() + timeoutNs_;
+}
+
+void MoverLoop::request(ControlRequest request) {
+  if (!requests_.empty() || !queues_->toControl.tryPush(request)) {
+    requests_.push_back(std::move(request));
+  }
+  const std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t put = ::write(queues_->controlEventFd, &one, sizeof one);
+}
+
+void MoverLoop::evictImports() {
+  CUdeviceptr address = 0;
+  while (imports_.crowded() && imports_.evict(&address)) {
+    if (!address) continue;
+    ControlRequest unmap;
+    unmap.kind = ControlRequest::Kind::Unmap;
+    unmap.mapped = address;
+    request(std::move(unmap));
+  }
+}
+
+}  // namespace hoccl

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "common/base/config.h"
+#include "common/gpu/host_registration.h"
+#include "common/gpu/lane.h"
+#include "common/runtime/import_cache.h"
+#include "common/runtime/link.h"
+#include "common/runtime/mover_events.h"
+#include "common/runtime/op.h"
+#include "common/runtime/pair_window.h"
+#include "common/runtime/segment.h"
+
+namespace hoccl {
+
+/// A communicator inside the loop.
+struct Communicator {
+  struct Pair {
+    PairWindow sends, receives;
+    bool dead = false;
+    std::string why;
+  };
+  CommunicatorInfo info;
+  std::vector<Pair> pairs;  ///< by rank
+  CommunicatorRecord* record = nullptr;
+  std::uint32_t pending = 0;  ///< operations
+  std::uint32_t closesAsked = 0;
+  bool failed = false;
+};
+
+/// The paper's CPU proxy: one thread that takes operations from the segment, moves their chunks over
+/// the copy engines and the links, and ends their launches. It makes no call that can block, takes no
+/// lock and, while it has something to do, makes no system call of its own.
+class MoverLoop final : public LinkOwner {
+ public:
+  struct Dependencies {
+    Segment segment;
+    HostRegistration* segmentRegistration = nullptr;
+    MoverQueues* queues = nullptr;
+    std::unique_ptr<Lane> out, in;
+  };
+  MoverLoop(Dependencies dependencies, const Config& config);
+  ~MoverLoop() override;
+
+  /// Until a Stop event, and then until no copy is in flight.
+  void run();
+
+ private:
+  // LinkOwner.
+  SharedLane& outLane() override { return out_; }
+  SharedLane& inLane() override { return in_; }
+  FlagWrite finishWrite(const Op& op) override;
+  void address(const Op& op, Message* message) override;
+  void copyEnded(Op& op, std::uint64_t bytes) override;
+  Op* receiveFor(const Message& message) override;
+  void fatal(const Status& status) override;
+
+  // One round of the loop; each says whether it found anything to do.
+  bool takeOperations();
+  bool takeEvents();
+  bool pollStarts();
+  bool progressLinks();
+  void takeLeave();
+  void tryStop();
+  void rest(bool moved);
+
+  // Operations.
+  void onDescriptor(const OpDescriptor& descriptor);
+  Launch* launchOf(const OpDescriptor& descriptor);
+  void admit(const OpDescriptor& descriptor, Communicator& communicator, Launch& launch);
+  void arrived(Op* op, Op::Waiting what);
+  void activate(Op* op);
+  void match(Op* op, const PairWindow::Entry& entry);
+  void failOp(Op* op);
+  void finishOp(Op* op);
+  void finishLaunch(Launch& launch);
+
+  // Communicators and peers.
+  Communicator* byId(std::uint64_t id);
+  void onMessage(Link& link, const Message& message);
+  void onReady(Link& link, const Message& message);
+  void onFailed(const Message& message);
+  Link* linkTo(const PeerInfo& peer);
+  void linkUp(LoopEvent& event);
+  void peerGone(const PeerId& peer, const std::string& why);
+  void pairEnded(Communicator& communicator, std::int32_t peer, bool takeAnnounced,
+                 const std::string& why);
+  void failCommunicator(Communicator& communicator, Code code, const std::string& text);
+  void acknowledgeCloses();
+  void tellPeers(Communicator& communicator, FailReason reason);
+  std::string describePeer(const Communicator& communicator, std::int32_t peer) const;
+
+  void request(ControlRequest request);
+  void evictImports();
+
+  Segment segment_;
+  HostRegistration* segmentRegistration_;
+  MoverQueues* queues_;
+  SharedLane out_, in_;
+  std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
+
+  OpPool pool_;
+  std::vector<Launch> launches_;            ///< by slot
+  std::vector<std::uint32_t> starting_;     ///< slots whose start has not come
+  std::vector<std::unique_ptr<Communicator>> communicators_;  ///< by index
+  std::unordered_map<std::uint64_t, Communicator*> communicatorById_;
+  std::map<PeerId, std::unique_ptr<Link>> links_;
+  struct Dying {
+    PeerId peer;
+    std::string why;
+    std::uint64_t sinceNs;
+  };
+  std::vector<Dying> dying_;  ///< peers that went, until what they sent before has been taken
+  ImportCache imports_;
+  std::vector<ControlRequest> requests_;  ///< those the queue had no room for
+  std::uint32_t pendingOps_ = 0;
+  bool leaving_ = false;     ///< a dead peer's link still has a copy in flight
+  std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
+  std::vector<Op*> scratch_;
+  bool stopping_ = false;
+  bool stopped_ = false;
+  bool broken_ = false;
+  std::uint64_t stopDeadlineNs_ = 0;
+  std::uint64_t lastProgressNs_ = 0;
+  std::uint64_t napNs_ = 0;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,71 @@
+#pragma once
+
+// What an application process and its mover say to each other over their socket pair: the set-up.
+// Everything fast goes through the segment.
+
+#include <cstdint>
+
+#include "common/net/transport.h"
+
+namespace hoccl {
+
+inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
+inline constexpr std::uint32_t kMoverProtocol = 1;
+/// The descriptor at which a mover finds its end of the socket pair.
+inline constexpr int kMoverSocketFd = 3;
+inline constexpr std::size_t kAddressBytes = 72;
+inline constexpr std::size_t kHostBytes = 64;
+inline constexpr std::size_t kReplyTextBytes = 512;
+
+/// First message to the mover, with two descriptors: the segment's memfd and the eventfd to ring.
+struct MoverHello {
+  std::uint64_t magic;
+  std::uint32_t protocol;
+  std::int32_t applicationPid;
+  std::uint64_t segmentBytes;
+  char gpuUuid[48];
+};
+
+/// The mover's answer to anything. `ok` 0: `text` says why.
+struct MoverReply {
+  std::uint64_t magic;
+  std::uint32_t ok;
+  std::uint32_t padding;
+  PeerId mover;                  ///< to MoverHello
+  char address[kAddressBytes];   ///< to MoverHello: where peers reach this mover
+  char text[kReplyTextBytes];
+};
+
+/// A communicator to be moved for, with one descriptor: a memfd of `ranks` PeerRecords.
+struct AddCommunicator {
+  std::uint64_t magic;
+  std::uint32_t index;
+  std::int32_t rank;
+  std::uint64_t id;
+  std::uint64_t ranks;
+};
+
+/// One rank of a communicator as every rank learns it from the agreement.
+struct PeerRecord {
+  PeerId mover;  ///< all zero: cannot be reached from this rank
+  std::uint64_t pid;
+  char address[kAddressBytes];
+  char host[kHostBytes];
+};
+
+/// Copies text into a fixed field, cut and terminated.
+template <std::size_t N>
+void setText(char (&field)[N], std::string_view text) {
+  const std::size_t length = text.size() < N - 1 ? text.size() : N - 1;
+  for (std::size_t i = 0; i < length; ++i) field[i] = text[i];
+  field[length] = 0;
+}
+/// The text of a fixed field, which need not be terminated.
+template <std::size_t N>
+std::string getText(const char (&field)[N]) {
+  std::size_t length = 0;
+  while (length < N && field[length]) ++length;
+  return std::string(field, length);
+}
+
+}  // namespace hoccl

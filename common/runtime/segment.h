@@ -1,0 +1,134 @@
+#pragma once
+
+// The memory one application process shares with its mover for one GPU: what the two say to each
+// other on the fast path. Laid out in plain words (fixed sizes, no pointers) since both processes
+// map it at different addresses; both register it with CUDA, so that the streams of both can write
+// and wait on the flags.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "common/base/flag.h"
+#include "common/base/status.h"
+
+namespace hoccl {
+
+inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
+inline constexpr std::uint32_t kSegmentVersion = 1;
+inline constexpr std::uint32_t kMaxCommunicators = 1024;
+inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
+inline constexpr std::size_t kIpcHandleBytes = 64;
+
+/// Both flags of one launch slot. A launch is all steered operations of one outermost group on one
+/// stream. `start` is written by the user's stream, `finish` by a copy lane or the mover.
+struct LaunchFlags {
+  Flag start;
+  Flag finish;
+};
+
+enum class OpKind : std::uint32_t {
+  Send = 1,
+  Recv = 2,
+  ExtraStream = 3,  ///< one more stream of a group's launch: it has a start and a finish of its own
+  Abort = 4,        ///< end every operation of a communicator now, then acknowledge
+  Close = 5,        ///< acknowledge when no operation of the communicator is left
+};
+
+/// A device buffer as the mover can find it: the allocation's identity and where in it.
+struct BufferRef {
+  std::uint64_t allocationId;    ///< CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the process for ever
+  std::uint64_t allocationBase;  ///< application's address of the allocation, only to tell overlap
+  std::uint64_t allocationBytes;
+  std::uint64_t offset;  ///< bytes from the allocation's start
+  unsigned char ipcHandle[kIpcHandleBytes];
+};
+
+/// One entry of the op ring: what an NCCL call asks the mover to do.
+struct OpDescriptor {
+  OpKind kind;
+  std::uint32_t communicator;  ///< index into Segment's communicators
+  std::int32_t peer;           ///< rank in the communicator
+  std::uint32_t launchSlot;
+  std::uint64_t launchSequence;
+  std::uint32_t launchOps;      ///< operations of this launch in all (the same in each)
+  std::uint32_t launchStreams;  ///< streams of this launch, of which launchStreams-1 ExtraStream
+  std::uint64_t bytes;
+  std::uint64_t pairSequence;  ///< counts the steered operations of (communicator, peer, direction)
+  BufferRef buffer;
+};
+
+struct alignas(kCacheLine) OpRingEntry {
+  /// Position + 1 when written, position + kOpRingEntries when free again (Vyukov's bounded queue).
+  std::atomic<std::uint64_t> turn;
+  OpDescriptor op;
+};
+
+enum class CommunicatorState : std::uint32_t { Free = 0, Open = 1, Closed = 2 };
+
+/// What the mover reports of one communicator. The application reads, the mover writes.
+struct alignas(kCacheLine) CommunicatorRecord {
+  std::atomic<std::uint32_t> state;      ///< CommunicatorState
+  std::atomic<std::uint32_t> errorCode;  ///< hoccl::Code; not 0 once an operation has failed
+  std::atomic<std::uint64_t> closes;     ///< Abort and Close descriptors acknowledged
+  std::atomic<std::uint64_t> sentBytes, sentOps, receivedBytes, receivedOps;
+  char errorText[400];  ///< complete before errorCode is set
+};
+
+struct alignas(kCacheLine) SegmentHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t launchSlots;
+  std::uint64_t bytes;
+  alignas(kCacheLine) std::atomic<std::uint64_t> opTail;  ///< next position producers take
+  alignas(kCacheLine) std::atomic<std::uint64_t> opHead;  ///< next position the mover reads
+  /// 1 while the mover sleeps without a bound: who adds an operation rings the event descriptor.
+  alignas(kCacheLine) std::atomic<std::uint32_t> moverSleeps;
+  std::atomic<std::uint32_t> moverDead;  ///< set by the application's watcher thread
+  // What the mover did, for `hoccl` and the tests.
+  alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
+  std::atomic<std::uint64_t> chunksOut, chunksIn, imports;
+};
+
+/// Offsets and typed views of a mapped segment. Does not own the mapping.
+class Segment {
+ public:
+  /// Bytes a segment with that many launch slots takes, a multiple of the page size.
+  static std::size_t bytesFor(std::uint32_t launchSlots);
+
+  Segment() = default;
+  /// Lays a new segment out in zeroed memory.
+  static Segment create(void* memory, std::uint32_t launchSlots);
+  /// Checks what another process laid out: magic, version, size. Error names what does not fit.
+  static Status attach(void* memory, std::size_t bytes, Segment* out);
+
+  [[nodiscard]] SegmentHeader& header() const { return *reinterpret_cast<SegmentHeader*>(base_); }
+  [[nodiscard]] LaunchFlags& launch(std::uint32_t slot) const { return launches_[slot]; }
+  [[nodiscard]] CommunicatorRecord& communicator(std::uint32_t index) const {
+    return communicators_[index];
+  }
+  [[nodiscard]] std::uint32_t launchSlots() const { return header().launchSlots; }
+  [[nodiscard]] std::byte* base() const { return base_; }
+  /// Distance from the segment's start, to turn a flag into a device address.
+  [[nodiscard]] std::size_t offsetOf(const Flag& flag) const {
+    return static_cast<std::size_t>(reinterpret_cast<const std::byte*>(&flag) - base_);
+  }
+
+  /// Application side, any thread: appends an operation. False while the ring is full.
+  [[nodiscard]] bool tryPush(const OpDescriptor& op) const;
+  /// Mover side, one thread: takes the oldest operation. False when there is none.
+  [[nodiscard]] bool tryPop(OpDescriptor* op) const;
+  [[nodiscard]] bool empty() const;
+
+ private:
+  explicit Segment(void* memory) : base_(static_cast<std::byte*>(memory)) {}
+  void locate();
+
+  std::byte* base_ = nullptr;
+  OpRingEntry* ring_ = nullptr;
+  LaunchFlags* launches_ = nullptr;
+  CommunicatorRecord* communicators_ = nullptr;
+};
+
+}  // namespace hoccl

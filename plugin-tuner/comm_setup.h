@@ -1,0 +1,43 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/base/log.h"
+#include "plugin-tuner/agreement.h"
+#include "plugin-tuner/steered_comm.h"
+
+namespace hoccl {
+
+/// Brings one communicator to a verdict after NCCL's own initialisation: the ranks tell each other
+/// where they run, those with pairs to steer start their movers, all of them say whether that worked,
+/// and everybody's mover learns the communicator before anybody uses it. Each step is a phase of the
+/// agreement, so that the outcome is the same on all ranks: steered, plain NCCL, or failed.
+class CommSetup {
+ public:
+  explicit CommSetup(SteeredComm* comm) : comm_(comm) {}
+
+  /// Goes on as far as it can without waiting for other ranks. True when the outcome stands.
+  bool advance();
+
+ private:
+  enum class Step { Begin, Where, Movers, Known, Done };
+
+  void begin();
+  void onWhere();
+  void onMovers();
+  void nextPhase(Step step, std::uint32_t phase, std::string payload, std::string veto);
+  void plain(const std::string& reason, LogLevel level = LogLevel::Warn);
+
+  SteeredComm* comm_;
+  Step step_ = Step::Begin;
+  std::unique_ptr<Agreement> agreement_;
+  MoverClient* mover_ = nullptr;
+  std::uint32_t moverIndex_ = 0;
+  bool added_ = false;
+  std::vector<PeerRecord> peers_;
+  std::vector<bool> reachable_;
+};
+
+}  // namespace hoccl

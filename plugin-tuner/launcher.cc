@@ -1,0 +1,143 @@
+#include "plugin-tuner/launcher.h"
+
+#include <array>
+
+namespace hoccl {
+namespace {
+constexpr std::size_t kReserve = 256;
+}
+
+Launcher::Launcher() {
+  ops_.reserve(kReserve);
+  streams_.reserve(16);
+}
+
+void Launcher::clear() {
+  ops_.clear();
+  streams_.clear();
+}
+
+/// One slot per (mover, stream). All streams of one mover form one launch, which the first one names.
+Status Launcher::prepare() {
+  if (!driver_) HOCCL_RETURN_IF_ERROR(Driver::load(&driver_));
+  for (const PendingOp& op : ops_) {
+    bool known = false;
+    for (const StreamLaunch& launch : streams_) {
+      known = known || (launch.mover == op.comm->mover && launch.stream == op.stream);
+    }
+    if (known) continue;
+    StreamLaunch launch{op.comm->mover, op.comm->context, op.stream, {}, false};
+    if (Status status = launch.mover->takeSlot(&launch.slot); !status) {
+      giveUp();
+      return status;
+    }
+    streams_.push_back(launch);
+  }
+  return {};
+}
+
+Status Launcher::issue(StreamLaunch& launch, bool start, bool wait) {
+  std::array<CUstreamBatchMemOpParams, 2> operations{};
+  unsigned count = 0;
+  if (start) {
+    auto& write = operations[count++].writeValue;
+    write.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+    write.address = launch.mover->startAddress(launch.slot);
+    write.value64 = launch.slot.sequence;
+    write.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  }
+  if (wait) {
+    auto& await = operations[count++].waitValue;
+    await.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
+    await.address = launch.mover->finishAddress(launch.slot);
+    await.value64 = launch.slot.sequence;
+    await.flags = CU_STREAM_WAIT_VALUE_GEQ;
+  }
+  // Stream 0 and the per-thread stream mean those of the communicator's context.
+  ContextGuard guard(driver_, launch.context);
+  HOCCL_RETURN_IF_ERROR(
+      HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
+  launch.issued = true;
+  return {};
+}
+
+void Launcher::giveUp() {
+  for (StreamLaunch& launch : streams_) {
+    if (launch.issued) {
+      // Its start is on the stream; only the wait has to be let go.
+      launch.mover->segment().launch(launch.slot.index).finish.set(launch.slot.sequence);
+    } else {
+      launch.mover->giveBack(launch.slot);
+    }
+  }
+}
+
+Status Launcher::launch() {
+  HOCCL_RETURN_IF_ERROR(prepare());
+  for (StreamLaunch& launch : streams_) {
+    if (Status status = issue(launch, true, true); !status) {
+      giveUp();
+      return status;
+    }
+  }
+  handOver();
+  return {};
+}
+
+Status Launcher::start() {
+  HOCCL_RETURN_IF_ERROR(prepare());
+  for (StreamLaunch& launch : streams_) {
+    if (Status status = issue(launch, true, false); !status) {
+      giveUp();
+      return status;
+    }
+  }
+  handOver();
+  return {};
+}
+
+Status Launcher::wait() {
+  Status first;
+  for (StreamLaunch& launch : streams_) {
+    if (Status status = issue(launch, false, true); !status && first) first = status;
+  }
+  return first;
+}
+
+void Launcher::handOver() {
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    const StreamLaunch& lead = streams_[i];
+    bool isLead = true;
+    std::uint32_t streams = 0, ops = 0;
+    for (std::size_t k = 0; k < streams_.size(); ++k) {
+      if (streams_[k].mover != lead.mover) continue;
+      isLead = isLead && k >= i;
+      ++streams;
+    }
+    if (!isLead) continue;
+    for (const PendingOp& op : ops_) ops += op.comm->mover == lead.mover ? 1 : 0;
+    auto address = [&](OpDescriptor* descriptor) {
+      descriptor->launchSlot = lead.slot.index;
+      descriptor->launchSequence = lead.slot.sequence;
+      descriptor->launchOps = ops;
+      descriptor->launchStreams = streams;
+    };
+    for (std::size_t k = i + 1; k < streams_.size(); ++k) {
+      if (streams_[k].mover != lead.mover) continue;
+      OpDescriptor extra{};
+      extra.kind = OpKind::ExtraStream;
+      extra.pairSequence = streams_[k].slot.index;
+      extra.bytes = streams_[k].slot.sequence;
+      address(&extra);
+      lead.mover->push(extra);
+    }
+    for (PendingOp& op : ops_) {
+      if (op.comm->mover != lead.mover) continue;
+      address(&op.descriptor);
+      lead.mover->push(op.descriptor);
+    }
+    lead.mover->ring();
+  }
+}
+
+}  // namespace hoccl

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "common/gpu/driver.h"
+#include "common/runtime/segment.h"
+#include "plugin-tuner/steered_comm.h"
+
+namespace hoccl {
+
+/// One steered operation of the group being built.
+struct PendingOp {
+  SteeredComm* comm = nullptr;
+  CUstream stream = nullptr;
+  OpDescriptor descriptor{};
+};
+
+/// A set of steered operations of one outermost group, issued in three steps, so that operations left
+/// with NCCL can go between: starts, then the real ncclGroupEnd, then waits. Belongs to one thread and
+/// keeps its memory between uses: the launch path allocates nothing.
+class Launcher {
+ public:
+  Launcher();
+  void add(const PendingOp& op) { ops_.push_back(op); }
+  [[nodiscard]] bool empty() const { return ops_.empty(); }
+  [[nodiscard]] const std::vector<PendingOp>& ops() const { return ops_; }
+  void clear();
+
+  /// Start and wait in one call per stream, then hands the operations to their movers.
+  Status launch();
+  /// The same in two halves.
+  Status start();
+  Status wait();
+
+ private:
+  /// All operations on one stream of one mover.
+  struct StreamLaunch {
+    MoverClient* mover = nullptr;
+    CUcontext context = nullptr;
+    CUstream stream = nullptr;
+    MoverClient::Slot slot;
+    bool issued = false;
+  };
+  Status prepare();
+  Status issue(StreamLaunch& launch, bool start, bool wait);
+  void handOver();
+  void giveUp();
+
+  const Driver* driver_ = nullptr;
+  std::vector<PendingOp> ops_;
+  std::vector<StreamLaunch> streams_;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,49 @@
+#include "plugin-tuner/process_core.h"
+
+#include "common/base/log.h"
+
+namespace hoccl {
+
+ProcessCore& ProcessCore::get() {
+  static ProcessCore* core = new ProcessCore;
+  return *core;
+}
+
+ProcessCore::ProcessCore() : config_(Config::defaults()) {
+  setLogRole("app");
+  configStatus_ = Config::fromEnvironment(&config_);
+  if (!configStatus_) {
+    logError("{}; this job stays with plain NCCL", configStatus_.message());
+  } else if (!config_.steer) {
+    configStatus_ = Status::error(Code::Unsupported, "HOCCL_STEER=0");
+  }
+}
+
+Status ProcessCore::driver(const Driver** out) { return Driver::load(out); }
+
+Status ProcessCore::moverFor(CUdevice device, CUcontext* context, MoverClient** out) {
+  std::lock_guard lock(mutex_);
+  const Driver* driver = nullptr;
+  HOCCL_RETURN_IF_ERROR(Driver::load(&driver));
+  Device& entry = devices_[device];
+  if (!entry.context) {
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuDevicePrimaryCtxRetain(&entry.context, device)));
+  }
+  *context = entry.context;
+  const bool dead = !entry.movers.empty() &&
+                    entry.movers.back()->segment().header().moverDead.load() != 0;
+  if (entry.movers.empty() || dead) {
+    std::unique_ptr<MoverClient> client;
+    // Registering the segment must not disturb a capture another thread is recording.
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver->cuThreadExchangeStreamCaptureMode(&mode);
+    const Status status = MoverClient::start(driver, entry.context, config_, &client);
+    driver->cuThreadExchangeStreamCaptureMode(&mode);
+    if (!status) return status;
+    entry.movers.push_back(std::move(client));
+  }
+  *out = entry.movers.back().get();
+  return {};
+}
+
+}  // namespace hoccl

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "common/base/config.h"
+#include "common/gpu/driver.h"
+#include "common/runtime/mover_client.h"
+#include "plugin-tuner/steered_comm.h"
+
+namespace hoccl {
+
+/// What the steering core keeps for the whole process. Made when the core starts, never destroyed:
+/// NCCL may be called while the process exits.
+class ProcessCore {
+ public:
+  static ProcessCore& get();
+
+  [[nodiscard]] const Config& config() const { return config_; }
+  /// Why this process steers nothing; ok when it may.
+  [[nodiscard]] const Status& configStatus() const { return configStatus_; }
+  [[nodiscard]] CommTable& comms() { return comms_; }
+  /// The driver, loaded on first use.
+  Status driver(const Driver** out);
+  /// The mover of that device, started on first use or when the last one has ended.
+  Status moverFor(CUdevice device, CUcontext* context, MoverClient** out);
+
+ private:
+  ProcessCore();
+
+  Config config_;
+  Status configStatus_;
+  CommTable comms_;
+  std::mutex mutex_;  ///< set-up only
+  struct Device {
+    CUcontext context = nullptr;
+    std::vector<std::unique_ptr<MoverClient>> movers;  ///< the last one is in use
+  };
+  std::map<CUdevice, Device> devices_;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,77 @@
+#include "plugin-tuner/stats.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "plugin-tuner/process_core.h"
+
+namespace hoccl {
+namespace {
+
+constexpr int kPaths = static_cast<int>(Path::kCount);
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  return out;
+}
+
+}  // namespace
+
+std::size_t statsJson(char* out, std::size_t capacity) {
+  std::string text = "{\"communicators\":[";
+  bool firstComm = true;
+  ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
+    std::uint64_t ops[2] = {}, bytes[2] = {};
+    std::string reasons;
+    for (int p = 0; p < kPaths; ++p) {
+      const std::uint64_t n = comm.counters[p].ops.load(std::memory_order_relaxed);
+      const std::uint64_t b = comm.counters[p].bytes.load(std::memory_order_relaxed);
+      const int side = p == static_cast<int>(Path::Staged) ? 0 : 1;
+      ops[side] += n;
+      bytes[side] += b;
+      if (side == 1 && n > 0) {
+        reasons += fmt::format("{}\"{}\":{}", reasons.empty() ? "" : ",",
+                               pathName(static_cast<Path>(p)), n);
+      }
+    }
+    text += fmt::format(
+        "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"why\":\"{}\",\"paths\":{{"
+        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":{{{"
+        "}}}}}",
+        firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
+        escaped(comm.reason), ops[0], bytes[0], ops[1], bytes[1], reasons);
+    firstComm = false;
+  });
+  text += "]}";
+  if (capacity > 0) {
+    const std::size_t length = std::min(text.size(), capacity - 1);
+    std::memcpy(out, text.data(), length);
+    out[length] = 0;
+  }
+  return text.size();
+}
+
+void printStats() {
+  ProcessCore::get().comms().forEach([](SteeredComm& comm) {
+    std::string line = fmt::format("hoccl stats: communicator {:016x} rank {} of {}:", comm.id,
+                                   comm.rank, comm.ranks);
+    for (int p = 0; p < kPaths; ++p) {
+      const std::uint64_t n = comm.counters[p].ops.load(std::memory_order_relaxed);
+      if (n == 0 && p != static_cast<int>(Path::Staged)) continue;
+      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), n,
+                          comm.counters[p].bytes.load(std::memory_order_relaxed));
+    }
+    if (!comm.reason.empty()) line += fmt::format(" plain NCCL because {}", comm.reason);
+    std::fprintf(stderr, "%s\n", line.c_str());
+  });
+}
+
+}  // namespace hoccl

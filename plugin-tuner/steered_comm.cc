@@ -1,0 +1,82 @@
+#include "plugin-tuner/steered_comm.h"
+
+#include "plugin-tuner/comm_setup.h"
+
+namespace hoccl {
+
+const char* pathName(Path path) {
+  switch (path) {
+    case Path::Staged: return "staged";
+    case Path::NcclSmall: return "nccl-small";
+    case Path::NcclUnsteered: return "nccl-unsteered";
+    case Path::NcclPair: return "nccl-pair";
+    case Path::NcclCapture: return "nccl-capture";
+    case Path::kCount: break;
+  }
+  return "?";
+}
+
+SteeredComm::SteeredComm() = default;
+SteeredComm::~SteeredComm() = default;
+
+Status SteeredComm::health() {
+  if (hasFailed.load(std::memory_order_acquire)) {
+    std::lock_guard lock(errorMutex);
+    return failed;
+  }
+  return mover ? mover->communicatorStatus(moverIndex) : Status();
+}
+
+void SteeredComm::fail(const Status& status) {
+  std::lock_guard lock(errorMutex);
+  if (failed) failed = status;
+  hasFailed.store(true, std::memory_order_release);
+}
+
+std::size_t CommTable::hash(ncclComm_t comm) {
+  // Handles are heap addresses: the low bits carry little.
+  auto value = reinterpret_cast<std::uintptr_t>(comm) >> 6;
+  return (value * 0x9e3779b97f4a7c15ull >> 32) & (kCapacity - 1);
+}
+
+SteeredComm* CommTable::find(ncclComm_t comm) const {
+  if (!comm) return nullptr;
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+    const ncclComm_t key = entries_[i].key.load(std::memory_order_acquire);
+    if (!key) return nullptr;
+    if (key == comm) return entries_[i].value.load(std::memory_order_acquire);
+  }
+  return nullptr;
+}
+
+SteeredComm* CommTable::add(ncclComm_t comm) {
+  std::lock_guard lock(mutex_);
+  // A handle is used again once its communicator is gone, so its old entry is too; otherwise entries
+  // stay where they are, since a reader may be walking past them.
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+    Entry& entry = entries_[i];
+    const ncclComm_t key = entry.key.load(std::memory_order_relaxed);
+    if (key && key != comm) continue;
+    all_.push_back(std::make_unique<SteeredComm>());
+    all_.back()->comm = comm;
+    entry.value.store(all_.back().get(), std::memory_order_release);
+    entry.key.store(comm, std::memory_order_release);
+    return all_.back().get();
+  }
+  return nullptr;
+}
+
+void CommTable::remove(ncclComm_t comm) {
+  std::lock_guard lock(mutex_);
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+    Entry& entry = entries_[i];
+    const ncclComm_t key = entry.key.load(std::memory_order_relaxed);
+    if (!key) return;
+    if (key == comm) {
+      entry.value.store(nullptr, std::memory_order_release);
+      return;
+    }
+  }
+}
+
+}  // namespace hoccl

@@ -1,0 +1,515 @@
+#include "test/emulator/engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <thread>
+#include <type_traits>
+
+#include "test/emulator/capture.h"
+#include "test/emulator/session.h"
+
+namespace hoccl::emu {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+// Copies on one link take turns at this grain, within a process and between processes.
+constexpr std::size_t kChunkBytes = 1 << 20;
+// Bytes moved before the other streams are looked at again: some 50 us of this CPU.
+constexpr std::size_t kSliceBytes = 256 << 10;
+// A GPU has several copy engines for NVLink, so that small copies to different peers overlap.
+constexpr int kP2pEngines = 4;
+// A waiter that has seen nothing for this long says what it waits for, once.
+constexpr auto kComplainAfter = std::chrono::seconds(10);
+
+/// Memory that other processes write is polled: fast while things move, slower when nothing has for
+/// a while, so that many parked processes leave the CPU to those with work.
+std::int64_t pollInterval(std::int64_t quietFor) {
+  if (quietFor < 2'000'000) return 20'000;
+  if (quietFor < 50'000'000) return 50'000;
+  return 100'000;
+}
+
+template <typename T>
+T loadAcquire(std::byte* address) {
+  return std::atomic_ref<T>(*reinterpret_cast<T*>(address)).load(std::memory_order_acquire);
+}
+
+template <typename T>
+bool satisfied(T now, T wanted, unsigned flags) {
+  switch (flags & 3u) {
+    case CU_STREAM_WAIT_VALUE_GEQ:
+      return static_cast<std::make_signed_t<T>>(static_cast<T>(now - wanted)) >= 0;
+    case CU_STREAM_WAIT_VALUE_EQ:
+      return now == wanted;
+    case CU_STREAM_WAIT_VALUE_AND:
+      return (now & wanted) != 0;
+    default:
+      return static_cast<T>(~(now | wanted)) != 0;
+  }
+}
+
+bool waitSatisfied(const Op& op) {
+  if (op.is64) return satisfied(loadAcquire<std::uint64_t>(op.address), op.value, op.waitFlags);
+  return satisfied(loadAcquire<std::uint32_t>(op.address), static_cast<std::uint32_t>(op.value),
+                   op.waitFlags);
+}
+
+void storeRelease(const Op& op) {
+  if (op.is64)
+    std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(op.address))
+        .store(op.value, std::memory_order_release);
+  else
+    std::atomic_ref<std::uint32_t>(*reinterpret_cast<std::uint32_t*>(op.address))
+        .store(static_cast<std::uint32_t>(op.value), std::memory_order_release);
+}
+
+void moveBytes(const Work& work, std::size_t offset, std::size_t bytes) {
+  if (work.from != nullptr) {
+    std::memmove(work.to + offset, work.from + offset, bytes);
+  } else if (work.patternSize == 1) {
+    std::memset(work.to + offset, static_cast<int>(work.pattern), bytes);
+  } else {
+    for (std::size_t i = 0; i < bytes; i += work.patternSize)
+      std::memcpy(work.to + offset + i, &work.pattern, work.patternSize);
+  }
+}
+
+const char* kindName(OpKind kind) {
+  switch (kind) {
+    case OpKind::Nothing:
+      return "empty operation";
+    case OpKind::Write:
+      return "write value";
+    case OpKind::Wait:
+      return "wait value";
+    case OpKind::RecordEvent:
+      return "event record";
+    case OpKind::WaitEvent:
+      return "wait for event";
+    case OpKind::Work:
+      return "copy, memset or kernel";
+  }
+  return "?";
+}
+
+}  // namespace
+
+Scheduler& Scheduler::get() {
+  // Never destroyed: its thread runs until the process ends.
+  static Scheduler* scheduler = new Scheduler;
+  return *scheduler;
+}
+
+Scheduler::Scheduler() : random_(settings().seed) {
+  for (auto& device : engines_) {
+    device[static_cast<int>(Path::Sm)].slots = kSms;
+    device[static_cast<int>(Path::P2P)].slots = kP2pEngines;
+  }
+  busy_.reserve(64);
+}
+
+CUresult Scheduler::submit(const StreamPtr& stream, std::vector<Op> ops, bool* captured) {
+  std::shared_lock gate(gate_);
+  std::unique_lock lock(mutex_);
+  bool drop = false;
+  const CUresult allowed = checkSubmission(stream, &drop);
+  if (captured != nullptr) *captured = drop;
+  if (allowed != CUDA_SUCCESS || drop || ops.empty()) return allowed;
+  if (!started_) {
+    // The application's signals are its own threads' business.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([this] { run(); }).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    started_ = true;
+  }
+  addDefaultStreamOrder(stream, &ops.front());
+  const std::int64_t now = realNow();
+  for (Op& op : ops) {
+    op.submittedAt = now;
+    if (op.record != nullptr && op.kind == OpKind::RecordEvent) {
+      op.record->stream = stream;
+      op.record->sequence = stream->submitted + 1;
+    }
+    if (op.kind == OpKind::Work) {
+      // Small H2D copies travel inside the compute channel (FACTS 4), as kernels do.
+      const bool inlined = op.work->path == Path::H2D && op.work->bytes < (32 << 10);
+      if (op.work->path != Path::Immediate) stream->channel = inlined ? Path::Sm : op.work->path;
+    }
+    stream->queue.push_back(std::move(op));
+    ++stream->submitted;
+  }
+  if (!stream->inBusyList) {
+    stream->inBusyList = true;
+    busy_.push_back(stream);
+  }
+  lastProgress_ = now;
+  kicked_ = true;
+  lock.unlock();
+  wake_.notify_one();
+  return CUDA_SUCCESS;
+}
+
+/// The legacy stream runs after all work that blocking streams of its context have, and they after
+/// it.
+void Scheduler::addDefaultStreamOrder(const StreamPtr& stream, Op* op) {
+  if (stream->isLegacy()) {
+    for (const StreamPtr& other : busy_)
+      if (other != stream && other->context == stream->context && other->isBlocking() &&
+          other->completed < other->submitted)
+        op->after.emplace_back(other, other->submitted);
+  } else if (stream->isBlocking()) {
+    const StreamPtr& legacy = stream->context->legacy;
+    if (legacy->completed < legacy->submitted) op->after.emplace_back(legacy, legacy->submitted);
+  }
+}
+
+void Scheduler::run() {
+  pthread_setname_np(pthread_self(), "emucuda");
+  prctl(PR_SET_TIMERSLACK, 1000ul);  // ns: the default of 50 us would be 2.5 us of model time
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    kicked_ = false;
+    polling_ = false;
+    nextTimer_ = kNever;
+    bool progress = false;
+    for (std::size_t i = 0; i < busy_.size(); ++i) {
+      const StreamPtr& stream = busy_[i];
+      while (!stream->queue.empty() && step(stream, realNow())) progress = true;
+    }
+    startTransfers();
+    if (advanceTransfers(lock)) progress = true;
+    std::erase_if(busy_, [](const StreamPtr& stream) {
+      if (!stream->queue.empty()) return false;
+      stream->inBusyList = false;
+      return true;
+    });
+    if (finishedSome_) {
+      finishedSome_ = false;
+      if (waiters_ > 0) done_.notify_all();
+    }
+    if (progress)
+      lastProgress_ = realNow();
+    else
+      sleep(lock);
+  }
+}
+
+void Scheduler::sleep(std::unique_lock<std::mutex>& lock) {
+  if (busy_.empty() && running_.empty()) {
+    wake_.wait(lock, [this] { return kicked_; });
+    return;
+  }
+  const std::int64_t now = realNow();
+  std::int64_t until = std::min(nextTimer_, now + 1'000'000'000);
+  if (polling_) until = std::min(until, now + pollInterval(now - lastProgress_));
+  if (until <= now) return;
+  const std::chrono::steady_clock::time_point target{std::chrono::nanoseconds(until)};
+  wake_.wait_until(lock, target, [this] { return kicked_; });
+}
+
+/// What the head waits for has happened; sets when it became ready.
+bool Scheduler::begin(const StreamPtr& stream, Op* op) {
+  std::int64_t readyAt = std::max(op->submittedAt, stream->lastDoneAt);
+  for (const auto& [other, sequence] : op->after) {
+    if (other->completed < sequence) return false;
+    readyAt = std::max(readyAt, other->lastDoneAt);
+  }
+  op->after.clear();
+  if (const std::uint32_t longest = settings().delayUs; longest > 0)
+    readyAt += static_cast<std::int64_t>(random_() % (longest * 1000ull + 1));
+  op->readyAt = readyAt;
+  op->begun = true;
+  return true;
+}
+
+/// Advances the stream's first operation; true if anything changed.
+bool Scheduler::step(const StreamPtr& stream, std::int64_t now) {
+  Op& op = stream->queue.front();
+  if (op.queued) return false;
+  if (!op.begun && !begin(stream, &op)) return false;
+  if (now < op.readyAt) {
+    nextTimer_ = std::min(nextTimer_, op.readyAt);
+    return false;
+  }
+  const bool firstLook = !op.examined;
+  op.examined = true;
+  switch (op.kind) {
+    case OpKind::Nothing:
+      finish(stream, op.readyAt);
+      return true;
+    case OpKind::Write:
+      storeRelease(op);
+      finish(stream, op.readyAt);
+      return true;
+    case OpKind::Wait:
+      if (!waitSatisfied(op)) {
+        polling_ = true;
+        return false;
+      }
+      // Found set at the first look: it was no wait at all, and this thread's lateness is no time.
+      finish(stream, firstLook ? op.readyAt : now);
+      return true;
+    case OpKind::RecordEvent:
+      op.record->done = true;
+      op.record->at = op.readyAt;
+      finish(stream, op.readyAt);
+      return true;
+    case OpKind::WaitEvent:
+      if (!op.record->done) return false;
+      finish(stream, std::max(op.readyAt, op.record->at));
+      return true;
+    case OpKind::Work: {
+      auto transfer = std::make_unique<Transfer>();
+      transfer->stream = stream;
+      transfer->op = &op;  // a deque's elements stay where they are
+      transfer->chunkReadyAt = op.readyAt;
+      op.queued = true;
+      if (op.work->path == Path::Immediate) {
+        startChunk(transfer.get());
+        running_.push_back(std::move(transfer));
+      } else {
+        engineOf(*op.work).waiting.push_back(std::move(transfer));
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+void Scheduler::finish(const StreamPtr& stream, std::int64_t at) {
+  stream->lastDoneAt = std::max(stream->lastDoneAt, at);
+  stream->queue.pop_front();
+  ++stream->completed;
+  finishedSome_ = true;
+}
+
+Scheduler::Engine& Scheduler::engineOf(const Work& work) {
+  return engines_[work.physical][static_cast<int>(work.path)];
+}
+
+void Scheduler::startTransfers() {
+  for (int device = 0; device < settings().devices; ++device) {
+    for (Engine& engine : engines_[device]) {
+      while (!engine.waiting.empty()) {
+        Transfer* next = engine.waiting.front().get();
+        const int need = std::max(1, next->op->work->sms);
+        if (need > engine.slots) break;
+        engine.slots -= need;
+        startChunk(next);
+        running_.push_back(std::move(engine.waiting.front()));
+        engine.waiting.pop_front();
+      }
+    }
+  }
+}
+
+/// Fixes when the transfer's next chunk ends: it waits for its links, which other processes use
+/// too.
+void Scheduler::startChunk(Transfer* transfer) {
+  const Work& work = *transfer->op->work;
+  const std::size_t left = work.bytes - transfer->finished;
+  const bool whole = work.path == Path::Immediate || work.path == Path::Sm;
+  transfer->chunk = whole ? left : std::min(left, kChunkBytes);
+  transfer->moved = 0;
+  const std::int64_t latency = transfer->first ? toReal(work.latencyNs) : 0;
+  const std::int64_t busy = toReal(work.nsPerByte * static_cast<double>(transfer->chunk));
+  std::int64_t start = std::max(transfer->chunkReadyAt, transfer->engineFreeAt);
+  switch (work.path) {
+    case Path::D2H:
+    case Path::H2D:
+      start = session::reserve(work.physical, work.path == Path::D2H ? Link::D2H : Link::H2D, start,
+                               latency + busy);
+      break;
+    case Path::P2P:
+      // The latency is the engine's; only the bytes occupy the links.
+      start = session::reserve(work.sourcePhysical, Link::NvlinkOut, start, busy);
+      start = session::reserve(work.peerPhysical, Link::NvlinkIn, start, busy);
+      break;
+    default:
+      break;
+  }
+  transfer->deadline = start + latency + busy;
+  // With random delays, half of the copies move their bytes at the modelled end instead of the
+  // beginning, so that neither an early reader nor an early writer gets away with it.
+  transfer->moveFrom = settings().delayUs > 0 && (random_() & 1) != 0 ? transfer->deadline : start;
+}
+
+/// Moves one slice of every running transfer and ends the chunks that are due.
+bool Scheduler::advanceTransfers(std::unique_lock<std::mutex>& lock) {
+  bool progress = false;
+  for (std::size_t i = 0; i < running_.size();) {
+    Transfer* transfer = running_[i].get();
+    const Work& work = *transfer->op->work;
+    const std::int64_t now = realNow();
+    if (now < transfer->moveFrom) {
+      nextTimer_ = std::min(nextTimer_, transfer->moveFrom);
+      ++i;
+      continue;
+    }
+    if (transfer->moved < transfer->chunk || (transfer->first && work.body != nullptr)) {
+      const std::size_t slice = std::min(transfer->chunk - transfer->moved, kSliceBytes);
+      // Only this thread changes running_ and the heads of queues, so both outlast the gap.
+      lock.unlock();
+      if (transfer->first && work.body != nullptr) work.body(work.argument);
+      if (slice > 0) moveBytes(work, transfer->finished + transfer->moved, slice);
+      lock.lock();
+      transfer->first = false;
+      transfer->moved += slice;
+      transfer->movedAt = realNow();
+      progress = true;
+    }
+    if (work.until != nullptr && now >= transfer->deadline) {
+      if (loadAcquire<std::uint64_t>(work.until) < work.untilValue) {
+        polling_ = true;
+        ++i;
+        continue;
+      }
+      transfer->deadline = now;
+    }
+    if (transfer->moved < transfer->chunk || realNow() < transfer->deadline) {
+      if (transfer->moved == transfer->chunk) nextTimer_ = std::min(nextTimer_, transfer->deadline);
+      ++i;
+      continue;
+    }
+    progress = true;
+    if (endChunk(i)) continue;  // running_[i] is another one now
+    ++i;
+  }
+  return progress;
+}
+
+/// True if the transfer left running_: it is done, or others wait for its engine.
+bool Scheduler::endChunk(std::size_t index) {
+  Transfer* transfer = running_[index].get();
+  const Work& work = *transfer->op->work;
+  std::int64_t doneAt = transfer->deadline;
+  if (transfer->movedAt > doneAt) {
+    const std::int64_t late = transfer->movedAt - std::max(doneAt, transfer->moveFrom);
+    session::count(work.physical, Counter::LateNanoseconds,
+                   static_cast<std::uint64_t>(static_cast<double>(late) / settings().dilation));
+    doneAt = transfer->movedAt;
+  }
+  transfer->finished += transfer->chunk;
+  transfer->first = false;
+  const bool done = transfer->finished == work.bytes;
+  Engine* engine = work.path == Path::Immediate ? nullptr : &engineOf(work);
+  if (!done && engine->waiting.empty()) {
+    transfer->chunkReadyAt = doneAt;
+    startChunk(transfer);
+    return false;
+  }
+  if (engine != nullptr) {
+    engine->slots += std::max(1, work.sms);
+    for (auto& next : engine->waiting)
+      if (next->engineFreeAt < doneAt) next->engineFreeAt = doneAt;
+  }
+  auto owned = std::move(running_[index]);
+  running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(index));
+  if (done) {
+    finish(owned->stream, doneAt);
+  } else {
+    owned->chunkReadyAt = doneAt;
+    engine->waiting.push_back(std::move(owned));
+  }
+  return true;
+}
+
+template <typename Done>
+void Scheduler::waitFor(const char* what, Done&& isDone) {
+  std::unique_lock lock(mutex_);
+  ++waiters_;
+  bool complained = false;
+  while (!isDone()) {
+    if (done_.wait_for(lock, kComplainAfter) == std::cv_status::timeout && !isDone() &&
+        !complained) {
+      complained = true;
+      std::fprintf(stderr, "emucuda: pid %d: %s has waited 10 s for: %s\n", getpid(), what,
+                   describePending().c_str());
+    }
+  }
+  --waiters_;
+}
+
+/// The heads of all streams that hold work, for a person who looks at a hang.
+std::string Scheduler::describePending() {
+  std::string text;
+  for (const StreamPtr& stream : busy_) {
+    if (stream->queue.empty()) continue;
+    const Op& op = stream->queue.front();
+    char line[200];
+    std::snprintf(line, sizeof line, "%sstream %llu of device %d: %s", text.empty() ? "" : "; ",
+                  static_cast<unsigned long long>(stream->id), stream->context->ordinal,
+                  kindName(op.kind));
+    text += line;
+    if (op.kind == OpKind::Wait) {
+      std::snprintf(
+          line, sizeof line, " at %p (holds %llu, wants %llu)", static_cast<void*>(op.address),
+          static_cast<unsigned long long>(op.is64 ? loadAcquire<std::uint64_t>(op.address)
+                                                  : loadAcquire<std::uint32_t>(op.address)),
+          static_cast<unsigned long long>(op.value));
+      text += line;
+    }
+  }
+  return text.empty() ? "nothing" : text;
+}
+
+bool Scheduler::idle(const StreamPtr& stream) {
+  std::lock_guard lock(mutex_);
+  return stream->completed == stream->submitted;
+}
+
+void Scheduler::wait(const StreamPtr& stream) {
+  std::uint64_t target = 0;
+  {
+    std::lock_guard lock(mutex_);
+    target = stream->submitted;
+  }
+  waitFor("a stream synchronisation", [&] { return stream->completed >= target; });
+}
+
+void Scheduler::wait(Context* context) {
+  std::vector<std::pair<StreamPtr, std::uint64_t>> targets;
+  {
+    std::lock_guard lock(mutex_);
+    for (const StreamPtr& stream : busy_)
+      if (stream->context == context) targets.emplace_back(stream, stream->submitted);
+  }
+  waitFor("a context synchronisation (or a free, which implies one)", [&] {
+    return std::all_of(targets.begin(), targets.end(),
+                       [](const auto& t) { return t.first->completed >= t.second; });
+  });
+}
+
+bool Scheduler::recordDone(const EventRecord& record) {
+  std::lock_guard lock(mutex_);
+  return record.done;
+}
+
+void Scheduler::wait(const std::shared_ptr<EventRecord>& record) {
+  waitFor("an event synchronisation", [&] { return record->done; });
+}
+
+void Scheduler::waitUnused(const std::shared_ptr<Region>& region) {
+  waitFor("the end of a registration", [&] {
+    for (const StreamPtr& stream : busy_)
+      for (const Op& op : stream->queue)
+        if (op.region == region ||
+            (op.work != nullptr && (op.work->pins[0] == region || op.work->pins[1] == region)))
+          return false;
+    return true;
+  });
+}
+
+}  // namespace hoccl::emu

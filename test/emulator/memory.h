@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+
+#include "test/emulator/context.h"
+
+namespace hoccl::emu {
+
+enum class RegionKind { Device, Imported, HostAllocated, HostRegistered };
+
+/// One allocation or registration. Device memory has two mappings: the addresses the application
+/// gets, which the CPU cannot touch, and `view`, through which the emulator moves the bytes.
+/// Queued operations hold a reference, so what they touch stays mapped.
+struct Region {
+  RegionKind kind = RegionKind::Device;
+  std::uintptr_t base = 0;
+  std::size_t size = 0;       ///< as asked for
+  std::size_t mapped = 0;     ///< size in whole pages
+  std::byte* view = nullptr;  ///< CPU-reachable address of `base`
+  int fd = -1;                ///< device memory: the memfd behind it
+  std::uint64_t id = 0;       ///< CU_POINTER_ATTRIBUTE_BUFFER_ID, never used twice
+  Context* context = nullptr;
+  int ordinal = 0;   ///< device the memory is on, or whose context registered it
+  int physical = 0;  ///< the same, machine-wide
+  unsigned flags = 0;
+  std::atomic<bool> syncMemops{false};
+  unsigned opened = 0;           ///< imports: how often; guarded by the registry's lock
+  std::uint64_t exportedId = 0;  ///< imports: the exporter's inode
+
+  Region() = default;
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  ~Region();
+
+  [[nodiscard]] bool isDevice() const {
+    return kind == RegionKind::Device || kind == RegionKind::Imported;
+  }
+  [[nodiscard]] bool contains(std::uintptr_t address, std::size_t bytes) const {
+    return address >= base && bytes <= size && address - base <= size - bytes;
+  }
+  [[nodiscard]] std::byte* at(std::uintptr_t address) const { return view + (address - base); }
+};
+
+/// All regions of the process by address.
+namespace regions {
+std::shared_ptr<Region> find(std::uintptr_t address);
+/// False if the range overlaps a known one.
+bool insert(std::shared_ptr<Region> region);
+/// Takes the region that begins at `base` out of the table if it is of the kind; null otherwise.
+std::shared_ptr<Region> remove(std::uintptr_t base, RegionKind kind);
+/// Takes out everything of a context.
+void removeAllOf(Context* context);
+std::uint64_t newId();
+/// The import of the exporter's inode `exportedId` if it is already open, its count raised.
+std::shared_ptr<Region> reopen(std::uint64_t exportedId, Context* context);
+/// Lowers an import's count and takes it out at zero; false if `base` is no import.
+bool closeImport(std::uintptr_t base);
+}  // namespace regions
+
+/// Maps `fd` as device memory (both mappings) into `region`; false when out of memory.
+bool mapDeviceMemory(Region* region, int fd, std::size_t size);
+
+}  // namespace hoccl::emu

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hoccl::emu {
+
+inline constexpr int kMaxDevices = 64;
+
+/// The EMUCUDA_* environment, read once at cuInit. (Not HOCCL_*: those are the product's table.)
+struct Settings {
+  int devices = 1;            ///< EMUCUDA_DEVICES: GPUs of the machine
+  double dilation = 20;       ///< EMUCUDA_DILATION: real time per model time
+  std::uint64_t seed = 1;     ///< EMUCUDA_SEED: of the random delays
+  std::uint32_t delayUs = 0;  ///< EMUCUDA_DELAY_US: longest random real delay before each operation
+  std::uint64_t memoryBytes = std::uint64_t{139} << 30;  ///< EMUCUDA_MEM_GIB: memory of each GPU
+  bool peerAccess = true;    ///< EMUCUDA_P2P: 0 = no GPU reaches another
+  std::string session;       ///< EMUCUDA_SESSION: processes that share the devices' engines
+  std::vector<int> visible;  ///< physical number of each ordinal (CUDA_VISIBLE_DEVICES)
+};
+
+/// Reads the environment. On a bad value returns false and one line that names it.
+bool loadSettings(Settings* out, std::string* error);
+/// The settings in force; valid after a successful cuInit.
+const Settings& settings();
+void setSettings(const Settings& values);
+
+/// Real nanoseconds, CLOCK_MONOTONIC: the same in every process of the machine.
+std::int64_t realNow();
+/// A model duration as real nanoseconds.
+std::int64_t toReal(double modelNanoseconds);
+
+/// "GPU-…" and the 16 bytes behind it for a physical device.
+void uuidOf(int physical, unsigned char out[16]);
+std::string uuidText(int physical);
+
+}  // namespace hoccl::emu

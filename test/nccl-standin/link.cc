@@ -1,0 +1,287 @@
+#include "link.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+namespace standin {
+namespace {
+
+constexpr std::uint32_t kMagic = 0x4e53544e;
+constexpr int kBacklog = 1024;
+/// An abort is noticed after at most so long.
+constexpr int kPollMs = 20;
+constexpr std::uint64_t kDefaultTimeoutMs = 30000;
+
+struct Frame {
+  std::uint32_t magic;
+  std::uint32_t kind;
+  std::uint64_t bytes;
+};
+
+Outcome systemError(const std::string& what) {
+  return Outcome::error(ncclSystemError, fmt::format("{}: {}", what, std::strerror(errno)));
+}
+
+sockaddr_in loopback(std::uint16_t port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return address;
+}
+
+bool wouldBlock() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+Outcome waitFor(int fd, short events, const Bound& bound, const std::string& what) {
+  while (true) {
+    pollfd ready{fd, events, 0};
+    if (poll(&ready, 1, kPollMs) > 0) return {};
+    if (Outcome over = bound.check(what); !over) return over;
+  }
+}
+
+/// A peer of an exchange: what is still to go to it and to come from it, in order.
+struct Lane {
+  int peer;
+  int fd;
+  std::vector<Transfer> sends, receives;
+  std::size_t sending = 0, receiving = 0;  ///< the one under way
+  std::size_t sent = 0, received = 0;      ///< bytes of it, frame included
+  Frame frameOut{}, frameIn{};
+
+  [[nodiscard]] short wants() const {
+    return static_cast<short>((sending < sends.size() ? POLLOUT : 0) |
+                              (receiving < receives.size() ? POLLIN : 0));
+  }
+  Outcome lost(const char* what) const {
+    return Outcome::error(
+        ncclRemoteError,
+        fmt::format("{} rank {}: {}", what, peer, errno ? std::strerror(errno) : "it has gone"));
+  }
+  Outcome sendSome(Bound& bound);
+  Outcome receiveSome(Bound& bound);
+};
+
+Outcome Lane::sendSome(Bound& bound) {
+  while (sending < sends.size()) {
+    const Transfer& transfer = sends[sending];
+    frameOut = {kMagic, transfer.kind, transfer.bytes};
+    while (sent < sizeof(Frame) + transfer.bytes) {
+      const bool inFrame = sent < sizeof(Frame);
+      const char* from = inFrame ? reinterpret_cast<const char*>(&frameOut) + sent
+                                 : static_cast<const char*>(transfer.data) + (sent - sizeof(Frame));
+      const std::size_t left = (inFrame ? sizeof(Frame) : sizeof(Frame) + transfer.bytes) - sent;
+      const ssize_t n = send(fd, from, left, MSG_NOSIGNAL);
+      if (n < 0) return wouldBlock() ? Outcome{} : lost("sending to");
+      sent += static_cast<std::size_t>(n);
+      bound.progress();
+    }
+    ++sending;
+    sent = 0;
+  }
+  return {};
+}
+
+Outcome Lane::receiveSome(Bound& bound) {
+  while (receiving < receives.size()) {
+    const Transfer& transfer = receives[receiving];
+    while (received < sizeof(Frame) + transfer.bytes) {
+      const bool inFrame = received < sizeof(Frame);
+      char* to = inFrame ? reinterpret_cast<char*>(&frameIn) + received
+                         : static_cast<char*>(transfer.data) + (received - sizeof(Frame));
+      const std::size_t left =
+          (inFrame ? sizeof(Frame) : sizeof(Frame) + transfer.bytes) - received;
+      errno = 0;
+      const ssize_t n = recv(fd, to, left, 0);
+      if (n < 0 && wouldBlock()) return {};
+      if (n <= 0) return lost("receiving from");
+      received += static_cast<std::size_t>(n);
+      bound.progress();
+      if (received == sizeof(Frame) && (frameIn.magic != kMagic || frameIn.kind != transfer.kind ||
+                                        frameIn.bytes != transfer.bytes)) {
+        return Outcome::error(
+            ncclInvalidUsage,
+            fmt::format("rank {} sends {} bytes of operation {} where this rank takes {} bytes of "
+                        "operation {}",
+                        peer, frameIn.bytes, frameIn.kind, transfer.bytes, transfer.kind));
+      }
+    }
+    ++receiving;
+    received = 0;
+  }
+  return {};
+}
+
+/// The n-th send to oneself meets the n-th receive from oneself.
+Outcome copyToSelf(const Lane& lane) {
+  if (lane.sends.size() != lane.receives.size()) {
+    return Outcome::error(ncclInvalidUsage,
+                          fmt::format("{} sends to oneself meet {} receives in one group",
+                                      lane.sends.size(), lane.receives.size()));
+  }
+  for (std::size_t i = 0; i < lane.sends.size(); ++i) {
+    if (lane.sends[i].bytes != lane.receives[i].bytes) {
+      return Outcome::error(ncclInvalidUsage,
+                            fmt::format("a send of {} bytes to oneself meets a receive of {}",
+                                        lane.sends[i].bytes, lane.receives[i].bytes));
+    }
+    if (lane.sends[i].bytes) {
+      std::memmove(lane.receives[i].data, lane.sends[i].data, lane.sends[i].bytes);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::chrono::milliseconds timeout() {
+  static const std::chrono::milliseconds value = [] {
+    const char* text = std::getenv("NCCLSTANDIN_TIMEOUT_MS");
+    const std::uint64_t given = text ? std::strtoull(text, nullptr, 10) : 0;
+    return std::chrono::milliseconds(given ? given : kDefaultTimeoutMs);
+  }();
+  return value;
+}
+
+Outcome Bound::check(const std::string& what) const {
+  if (aborted_ && *aborted_) {
+    return Outcome::error(ncclInternalError, fmt::format("aborted while waiting for {}", what));
+  }
+  if (Clock::now() < deadline_) return {};
+  return Outcome::error(ncclRemoteError, fmt::format("waited {} ms for {} (NCCLSTANDIN_TIMEOUT_MS)",
+                                                     length_.count(), what));
+}
+
+Outcome listenLoopback(UniqueFd* out, std::uint16_t* port) {
+  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t length = sizeof address;
+  if (!fd || bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(fd.get(), kBacklog) != 0 ||
+      getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    return systemError("listening on loopback");
+  }
+  *port = ntohs(address.sin_port);
+  *out = std::move(fd);
+  return {};
+}
+
+Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out) {
+  const std::string what = fmt::format("a connection to 127.0.0.1:{}", port);
+  UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_in address = loopback(port);
+  if (!fd) return systemError(what);
+  if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 &&
+      errno != EINPROGRESS && errno != EINTR) {
+    return systemError(what);
+  }
+  if (Outcome ready = waitFor(fd.get(), POLLOUT, bound, what); !ready) return ready;
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error) {
+    errno = error;
+    return systemError(what);
+  }
+  const int on = 1;
+  setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  *out = std::move(fd);
+  return {};
+}
+
+Outcome acceptOne(int listener, const Bound& bound, const std::string& whom, UniqueFd* out) {
+  while (true) {
+    UniqueFd fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (fd) {
+      const int on = 1;
+      setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      *out = std::move(fd);
+      return {};
+    }
+    if (!wouldBlock() && errno != ECONNABORTED) return systemError("accepting " + whom);
+    if (Outcome ready = waitFor(listener, POLLIN, bound, whom); !ready) return ready;
+  }
+}
+
+Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,
+                const std::string& whom) {
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = send(fd, at, bytes, MSG_NOSIGNAL);
+    if (n >= 0) {
+      at += n;
+      bytes -= static_cast<std::size_t>(n);
+    } else if (!wouldBlock()) {
+      return systemError("sending to " + whom);
+    } else if (Outcome ready = waitFor(fd, POLLOUT, bound, whom); !ready) {
+      return ready;
+    }
+  }
+  return {};
+}
+
+Outcome receiveAll(int fd, void* data, std::size_t bytes, const Bound& bound,
+                   const std::string& whom) {
+  char* at = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = recv(fd, at, bytes, 0);
+    if (n > 0) {
+      at += n;
+      bytes -= static_cast<std::size_t>(n);
+    } else if (n == 0) {
+      return Outcome::error(ncclRemoteError, whom + " has closed the connection");
+    } else if (!wouldBlock()) {
+      return systemError("receiving from " + whom);
+    } else if (Outcome ready = waitFor(fd, POLLIN, bound, whom); !ready) {
+      return ready;
+    }
+  }
+  return {};
+}
+
+Outcome exchange(int self, const std::vector<UniqueFd>& peers, std::vector<Transfer> transfers,
+                 Bound bound) {
+  std::map<int, Lane> lanes;
+  for (const Transfer& transfer : transfers) {
+    Lane& lane = lanes[transfer.peer];
+    lane.peer = transfer.peer;
+    lane.fd = peers[transfer.peer].get();
+    (transfer.sends ? lane.sends : lane.receives).push_back(transfer);
+  }
+  if (const auto mine = lanes.find(self); mine != lanes.end()) {
+    if (Outcome copied = copyToSelf(mine->second); !copied) return copied;
+    lanes.erase(mine);
+  }
+  while (true) {
+    std::vector<pollfd> fds;
+    std::vector<Lane*> order;
+    for (auto& [peer, lane] : lanes) {
+      if (!lane.wants()) continue;
+      fds.push_back({lane.fd, lane.wants(), 0});
+      order.push_back(&lane);
+    }
+    if (fds.empty()) return {};
+    if (poll(fds.data(), fds.size(), kPollMs) > 0) {
+      for (std::size_t i = 0; i < fds.size(); ++i) {
+        if (!fds[i].revents) continue;
+        if (Outcome done = order[i]->receiveSome(bound); !done) return done;
+        if (Outcome done = order[i]->sendSome(bound); !done) return done;
+      }
+    }
+    std::string whom;
+    for (const Lane* lane : order) whom += fmt::format(" {}", lane->peer);
+    if (Outcome over = bound.check("rank" + whom); !over) return over;
+  }
+}
+
+}  // namespace standin

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/base/fd.h"
+#include "outcome.h"
+
+namespace standin {
+
+using Clock = std::chrono::steady_clock;
+using hoccl::UniqueFd;
+
+/// NCCLSTANDIN_TIMEOUT_MS, else 30 s.
+std::chrono::milliseconds timeout();
+
+/// How long a wait may last: a deadline, and a flag that ncclCommAbort sets.
+class Bound {
+ public:
+  explicit Bound(const std::atomic<bool>* aborted = nullptr,
+                 std::chrono::milliseconds length = timeout())
+      : aborted_(aborted), length_(length) {
+    progress();
+  }
+  /// Something moved: the time starts anew.
+  void progress() { deadline_ = Clock::now() + length_; }
+  /// An error once the wait for `what` is over.
+  Outcome check(const std::string& what) const;
+
+ private:
+  const std::atomic<bool>* aborted_;
+  std::chrono::milliseconds length_;
+  Clock::time_point deadline_;
+};
+
+/// A listening socket on 127.0.0.1; all sockets here are non-blocking.
+Outcome listenLoopback(UniqueFd* out, std::uint16_t* port);
+Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out);
+Outcome acceptOne(int listener, const Bound& bound, const std::string& whom, UniqueFd* out);
+Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,
+                const std::string& whom);
+Outcome receiveAll(int fd, void* data, std::size_t bytes, const Bound& bound,
+                   const std::string& whom);
+
+/// One message of an exchange. `kind` and size must be what the other side says, too.
+struct Transfer {
+  int peer;
+  bool sends;
+  void* data;
+  std::size_t bytes;
+  std::uint32_t kind;
+};
+
+/// Does all transfers of rank `self` over its peers' sockets at once; to and from one peer they go
+/// in order. Cannot deadlock for any mix of sends and receives the peers match.
+Outcome exchange(int self, const std::vector<UniqueFd>& peers, std::vector<Transfer> transfers,
+                 Bound bound);
+
+}  // namespace standin

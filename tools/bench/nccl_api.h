@@ -1,0 +1,52 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <string>
+
+#include "common/base/status.h"
+
+namespace hoccl::bench {
+
+/// The NCCL functions the bench calls: X(name).
+#define HOCCL_BENCH_NCCL_FUNCTIONS(X)                                                          \
+  X(ncclGetVersion)                                                                            \
+  X(ncclGetUniqueId)                                                                           \
+  X(ncclCommInitRank)                                                                          \
+  X(ncclCommDestroy)                                                                           \
+  X(ncclCommGetAsyncError)                                                                     \
+  X(ncclGetErrorString)                                                                        \
+  X(ncclGetLastError)                                                                          \
+  X(ncclSend)                                                                                  \
+  X(ncclRecv)                                                                                  \
+  X(ncclGroupStart)                                                                            \
+  X(ncclGroupEnd)
+
+/// NCCL as an application sees it: loaded globally and then resolved in the process's search order,
+/// so that a preloaded library's functions come first, as they do for PyTorch and nccl-tests.
+struct NcclApi {
+#define X(name) decltype(&::name) name = nullptr;
+  HOCCL_BENCH_NCCL_FUNCTIONS(X)
+#undef X
+  std::string library;   ///< file the real NCCL was loaded from
+  std::string sendFrom;  ///< file whose ncclSend an application gets
+
+  static Status load(const std::string& configuredLibrary, NcclApi* out);
+  /// Whether ncclSend is the steering library's.
+  [[nodiscard]] bool steered() const;
+  /// `call` answered `result`: what NCCL says about it.
+  [[nodiscard]] Status error(const char* call, ncclResult_t result, ncclComm_t communicator) const;
+};
+
+/// Operations by path from the JSON text of the steering library's hocclStatsJson.
+struct SteeringCounts {
+  bool known = false;
+  unsigned long long staged = 0, nccl = 0;
+  std::string reasons;  ///< why operations stayed with NCCL: "below HOCCL_MIN_BYTES: 12, …"
+};
+/// Error: no such JSON.
+Status parseSteeringCounts(const std::string& json, SteeringCounts* out);
+/// What the preloaded library counts in this process; `known` is false without one.
+Status readSteeringCounts(SteeringCounts* out);
+
+}  // namespace hoccl::bench

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "common/base/status.h"
+#include "common/gpu/driver.h"
+#include "tools/bench/pattern.h"
+
+namespace hoccl::bench {
+
+/// What a rank says about its GPU.
+struct DeviceInfo {
+  std::string name;
+  int index = 0, count = 0, cudaVersion = 0;
+  bool emulated = false;
+  double dilation = 1;
+};
+
+/// Counters of the emulated driver, all processes of the session together.
+struct EmulatorCounters {
+  bool known = false;
+  std::uint64_t kernels = 0;  ///< everything that needs an SM
+  std::uint64_t lateNs = 0;   ///< model time by which this CPU outlasted modelled copies
+};
+
+/// One GPU's primary context, current on the calling thread, with one stream.
+class RankDevice {
+ public:
+  RankDevice() = default;
+  RankDevice(const RankDevice&) = delete;
+  RankDevice& operator=(const RankDevice&) = delete;
+  ~RankDevice();
+
+  /// Opens GPU `wanted` modulo the number of GPUs.
+  Status open(int wanted);
+  [[nodiscard]] const Driver* driver() const { return driver_; }
+  [[nodiscard]] const DeviceInfo& info() const { return info_; }
+  [[nodiscard]] CUstream stream() const { return stream_; }
+
+  /// Waits until the stream is empty: polls, so that it can ask `failed` (may be empty) about once a
+  /// millisecond whether waiting still makes sense. Error: what that said, or Code::Timeout.
+  Status drain(std::uint64_t timeoutMs, const std::function<Status()>& failed);
+  /// Writes the pattern (inverted: the poison) to device memory; returns when it is there.
+  Status upload(CUdeviceptr to, std::uint64_t bytes, const BytePattern& pattern, bool inverted);
+  /// Counts bytes of device memory that differ from the pattern.
+  Status countWrong(CUdeviceptr from, std::uint64_t bytes, const BytePattern& pattern,
+                    std::uint64_t* wrong, std::uint64_t* firstWrong);
+  [[nodiscard]] EmulatorCounters emulatorCounters() const;
+
+ private:
+  const Driver* driver_ = nullptr;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  CUstream stream_ = nullptr;
+  DeviceInfo info_;
+};
+
+/// Device memory from cuMemAlloc; freed at the end.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer() { release(); }
+  Status allocate(const Driver* driver, std::uint64_t bytes);
+  void release();
+  [[nodiscard]] CUdeviceptr at(std::uint64_t offset) const { return pointer_ + offset; }
+
+ private:
+  const Driver* driver_ = nullptr;
+  CUdeviceptr pointer_ = 0;
+};
+
+}  // namespace hoccl::bench

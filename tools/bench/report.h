@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/base/status.h"
+
+namespace hoccl::bench {
+
+/// One line of the table and one object of the JSON file. Empty: not measured.
+struct Row {
+  std::string impl;  ///< hoccl, nccl or bare
+  std::string path;  ///< staged, nccl, mixed; for bare: steady, single; "" when unknown
+  std::optional<std::string> transport;
+  std::string device;
+  bool emulated = false;
+  int ranks = 0;
+  std::uint64_t bytes = 0, count = 0;
+  std::string dtype;
+  int iters = 0;  ///< timed iterations, all batches together
+  std::optional<double> timeUs;
+  std::optional<std::uint64_t> errors;
+  std::optional<double> launchUs, launchP99Us;
+  std::optional<std::uint64_t> kernels;
+
+  /// GB/s (1e9 bytes a second). A send/recv's bus bandwidth is its algorithm bandwidth.
+  [[nodiscard]] std::optional<double> algbwGbs() const;
+  [[nodiscard]] std::optional<double> busbwGbs() const { return algbwGbs(); }
+};
+
+/// What the figures were taken on; the JSON file's header object.
+struct RunHeader {
+  std::string version, commit, host, kernel, driver, device, timestamp, command;
+  int cudaVersion = 0, ncclVersion = 0;
+  bool emulated = false;
+  double dilation = 1;
+};
+
+std::string tableHeading();
+std::string tableRow(const Row& row);
+/// Sizes both sides have, side by side with the ratio of their bandwidths (ours over theirs).
+std::string comparisonTable(const std::string& ourName, const std::string& theirName,
+                            const std::vector<Row>& ours, const std::vector<Row>& theirs);
+
+/// Operations by path, summed over ranks.
+struct PathCounts {
+  std::uint64_t steered = 0, total = 0;
+  bool known = false;
+};
+/// "# errors: 0  # steered: all" and its variants; without `paths` only the errors.
+std::string summaryLine(std::optional<std::uint64_t> errors, const PathCounts* paths);
+
+nlohmann::ordered_json rowJson(const Row& row);
+nlohmann::ordered_json reportJson(const RunHeader& header, const std::vector<Row>& rows);
+/// Writes the file whole: under another name first, then renamed.
+Status writeJson(const std::string& path, const nlohmann::ordered_json& report);
+
+}  // namespace hoccl::bench

@@ -1,0 +1,318 @@
+#include "tools/bench/sendrecv.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "common/base/config.h"
+#include "common/base/host_identity.h"
+#include "common/base/log.h"
+#include "common/base/version.h"
+#include "common/gpu/driver.h"
+#include "tools/bench/host_facts.h"
+#include "tools/bench/locate.h"
+#include "tools/bench/measure.h"
+#include "tools/bench/rank_environment.h"
+
+namespace hoccl::bench {
+namespace {
+
+// Above this share the emulated copies were held up by this CPU and the figures are too low.
+constexpr double kLateShareWorthSaying = 0.1;
+constexpr int kUsage = 2, kFailed = 1;
+
+void say(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+/// One line on standard error, rewritten in place, where a person watches.
+class Progress {
+ public:
+  void show(const std::string& text) {
+    if (!terminal_) return;
+    std::fprintf(stderr, "\r\033[K%s", text.c_str());
+    std::fflush(stderr);
+    shown_ = true;
+  }
+  void clear() {
+    if (shown_) std::fputs("\r\033[K", stderr);
+    shown_ = false;
+  }
+
+ private:
+  bool terminal_ = ::isatty(STDERR_FILENO) == 1;
+  bool shown_ = false;
+};
+
+class SendRecvBench {
+ public:
+  explicit SendRecvBench(std::string command) : command_(std::move(command)) {}
+  int run(const CommandLine& line);
+
+ private:
+  int fail(int exitStatus, const Status& status) {
+    progress_.clear();
+    std::fprintf(stderr, "hoccl bench: %s\n", status.message().c_str());
+    return exitStatus;
+  }
+  Status probe(const std::string& libraryPath, DeviceInfo* device);
+  Status chooseDevice();
+  RankSetPlan plan(const std::string& impl);
+  void printHeader();
+  Status measure(const std::string& impl, SetResult* result);
+  Status lookAtTransport();
+  void printComparisons(const SetResult& main, const SetResult& nccl, const SetResult& bare);
+
+  std::string command_;
+  Config config_;
+  Locations locations_{""};
+  Setting setting_;
+  std::string emulatorPath_, whyEmulated_, shim_, ncclTransport_;
+  int sets_ = 0;
+  Progress progress_;
+  RunHeader header_;
+  std::vector<Row> allRows_;
+};
+
+/// Opens the GPU in a process of its own: the bench itself stays free of CUDA.
+Status SendRecvBench::probe(const std::string& libraryPath, DeviceInfo* device) {
+  RankEnvironment environment;
+  environment.libraryPath = libraryPath;
+  RankSetPlan plan;
+  plan.name = "probe";
+  plan.program = locations_.program();
+  plan.arguments = {"bench-rank", "--parent", std::to_string(::getpid())};
+  plan.environments = {environment.applyTo(ownEnvironment())};
+  plan.timeoutMs = setting_.options.timeoutMs;
+  std::unique_ptr<RankSet> set;
+  HOCCL_RETURN_IF_ERROR(RankSet::start(plan, &set));
+  std::vector<nlohmann::json> answers;
+  HOCCL_RETURN_IF_ERROR(
+      set->askAll("opening the GPU", {{"do", "open"}, {"kind", "probe"}, {"gpu", 0}}, &answers));
+  if (const auto problem = answers.front().find("problem"); problem != answers.front().end())
+    return Status::error(Code::Unsupported, problem->get<std::string>());
+  const nlohmann::json info = answers.front().value("device", nlohmann::json::object());
+  device->name = info.value("name", "");
+  device->count = info.value("count", 0);
+  device->cudaVersion = info.value("cuda", 0);
+  device->emulated = info.value("emulated", false);
+  device->dilation = info.value("dilation", 1.0);
+  return set->finish();
+}
+
+Status SendRecvBench::chooseDevice() {
+  progress_.show("looking for a GPU");
+  Status real = Status::error(Code::Unsupported, "HOCCL_EMULATE=always");
+  if (config_.emulate != "always") {
+    real = probe("", &setting_.device);
+    if (real) return {};
+    if (config_.emulate == "never")
+      return real.inContext("HOCCL_EMULATE=never, and no GPU can be used");
+  }
+  whyEmulated_ = real.message();
+  HOCCL_RETURN_IF_ERROR(locations_.emulatorPath(&emulatorPath_)
+                            .inContext(fmt::format("no GPU ({}), and no emulator", whyEmulated_)));
+  return probe(emulatorPath_, &setting_.device);
+}
+
+RankSetPlan SendRecvBench::plan(const std::string& impl) {
+  const Options& options = setting_.options;
+  RankSetPlan plan;
+  plan.name = impl;
+  plan.program = locations_.program();
+  plan.arguments = {"bench-rank", "--parent", std::to_string(::getpid())};
+  plan.timeoutMs = options.timeoutMs;
+  const std::vector<std::string> base = ownEnvironment();
+  const int ranks = impl == "bare" ? 2 : options.ranks;
+  ++sets_;
+  for (int rank = 0; rank < ranks; ++rank) {
+    RankEnvironment environment;
+    environment.libraryPath = emulatorPath_;
+    if (impl == "hoccl") environment.preload = shim_;
+    if (!options.sameNode && impl != "bare")
+      environment.hostId = fmt::format("hoccl-bench-{}-{}", ::getpid(), rank);
+    if (setting_.device.emulated) {
+      // One session a set: its processes share the emulated GPUs, and its counters start at zero.
+      if (!std::getenv("EMUCUDA_SESSION"))
+        environment.extra.push_back(fmt::format("EMUCUDA_SESSION=bench-{}-{}", ::getpid(), sets_));
+      if (!std::getenv("EMUCUDA_DEVICES"))
+        environment.extra.push_back(fmt::format("EMUCUDA_DEVICES={}", ranks));
+    }
+#ifdef __SANITIZE_ADDRESS__
+    // The preloaded library comes before the sanitizer's, which else refuses to start.
+    const char* set = std::getenv("ASAN_OPTIONS");
+    environment.extra.push_back(
+        fmt::format("ASAN_OPTIONS={}{}verify_asan_link_order=0", set ? set : "", set ? ":" : ""));
+#endif
+    plan.environments.push_back(environment.applyTo(base));
+  }
+  return plan;
+}
+
+void SendRecvBench::printHeader() {
+  const Options& options = setting_.options;
+  const DeviceInfo& device = setting_.device;
+  progress_.clear();
+  if (device.emulated) {
+    say(fmt::format("# emulated driver: model time, not a measurement of hardware (dilation {:g})\n",
+                    device.dilation));
+    if (!whyEmulated_.empty()) {
+      say(fmt::format("# because: {}\n", whyEmulated_));
+    }
+  } else {
+    say(fmt::format("# {} x {}, driver {}, {}\n", device.count, device.name,
+                    header_.driver.empty() ? "unknown" : header_.driver, header_.kernel));
+  }
+  say(fmt::format("# hoccl {} bench sendrecv: {} ranks, pattern {}, {}, type {}, offset {}\n",
+                  versionText(), options.ranks, patternName(options.pattern),
+                  options.sameNode ? "ranks on one node" : "each rank a node of its own",
+                  options.dataType.name, options.offset));
+}
+
+Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
+  std::unique_ptr<RankSet> set;
+  HOCCL_RETURN_IF_ERROR(RankSet::start(plan(impl), &set));
+  if (impl != "bare") HOCCL_RETURN_IF_ERROR(openNcclSet(setting_, set.get(), impl == "hoccl", result));
+  progress_.clear();
+  std::string about;
+  if (impl == "bare") {
+    about = "the two copies alone, one process each: GPU to pinned host, pinned host to GPU";
+  } else {
+    about = fmt::format("NCCL {} from {}", result->ncclVersion, result->ncclFile);
+    if (impl == "hoccl") about = fmt::format("{}, {}", shim_, about);
+    if (impl == "nccl" && !ncclTransport_.empty()) about += ", transport " + ncclTransport_;
+    header_.ncclVersion = result->ncclVersion;
+  }
+  say(fmt::format("#\n# impl {}: {}\n", impl, about));
+  // A tracer's files are whole only when the processes have ended; then the rows come all at once.
+  const std::string pattern = kernelTracePattern();
+  if (pattern.empty()) say(tableHeading());
+  auto rowDone = [&](const Row& row) {
+    progress_.clear();
+    if (pattern.empty()) say(tableRow(row));
+  };
+  HOCCL_RETURN_IF_ERROR(impl == "bare" ? measureBareSet(setting_, set.get(), rowDone, result)
+                                       : measureNcclSet(setting_, set.get(), impl, rowDone, result));
+  progress_.clear();
+  for (Row& row : result->rows)
+    if (impl == "nccl" && !ncclTransport_.empty()) row.transport = ncclTransport_;
+  if (!pattern.empty()) {
+    const auto kernels = countTracedKernels(pattern, result->pids, result->windows);
+    for (std::size_t i = 0; i < kernels.size(); ++i)
+      if (!setting_.device.emulated) result->rows[i].kernels = kernels[i];
+    say(tableHeading());
+    for (const Row& row : result->rows) say(tableRow(row));
+  }
+  allRows_.insert(allRows_.end(), result->rows.begin(), result->rows.end());
+  if (result->worstLateShare > kLateShareWorthSaying)
+    say(fmt::format("# this CPU took up to {:.0f}% of the time longer than the modelled copies: raise "
+                    "EMUCUDA_DILATION (now {:g}) for truer model time\n",
+                    result->worstLateShare * 100, setting_.device.dilation));
+  return {};
+}
+
+/// A short run of its own, so that NCCL's log does not weigh on the measured one.
+Status SendRecvBench::lookAtTransport() {
+  progress_.show("looking which transport NCCL takes");
+  RankSetPlan trial = plan("nccl");
+  trial.captureOutput = true;
+  for (std::vector<std::string>& environment : trial.environments) {
+    RankEnvironment debug;
+    debug.extra = {"NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=INIT,NET,P2P,SHM",
+                   "NCCL_DEBUG_FILE=/dev/stdout"};
+    environment = debug.applyTo(environment);
+  }
+  Setting small = setting_;
+  small.options.sizes = {setting_.options.sizes.front()};
+  std::unique_ptr<RankSet> set;
+  SetResult ignored;
+  HOCCL_RETURN_IF_ERROR(RankSet::start(trial, &set));
+  HOCCL_RETURN_IF_ERROR(openNcclSet(small, set.get(), false, &ignored));
+  HOCCL_RETURN_IF_ERROR(tryNcclSet(small, set.get()));
+  ncclTransport_ = ncclTransportIn(set->output());
+  return {};
+}
+
+std::vector<Row> rowsOfPath(const std::vector<Row>& rows, const std::string& path) {
+  std::vector<Row> chosen;
+  for (const Row& row : rows)
+    if (row.path == path) chosen.push_back(row);
+  return chosen;
+}
+
+void SendRecvBench::printComparisons(const SetResult& main, const SetResult& nccl,
+                                     const SetResult& bare) {
+  const std::string& impl = setting_.options.impl;
+  if (!nccl.rows.empty()) {
+    const std::string transport = ncclTransport_.empty() ? "" : " over " + ncclTransport_;
+    say(comparisonTable(impl, "nccl" + transport, main.rows, nccl.rows));
+  }
+  if (!bare.rows.empty()) {
+    say(comparisonTable(impl, "bare copies, steady", main.rows, rowsOfPath(bare.rows, "steady")));
+    say(comparisonTable(impl, "bare copies, single", main.rows, rowsOfPath(bare.rows, "single")));
+  }
+}
+
+int SendRecvBench::run(const CommandLine& line) {
+  Status status = Config::fromEnvironment(&config_);
+  if (!status) return fail(kUsage, status);
+  if (!(status = completeOptions(line, false, &setting_.options))) return fail(kUsage, status);
+  setting_.ncclLibrary = config_.ncclLib;
+  setting_.progress = [this](const std::string& text) { progress_.show(text); };
+  if (!(status = Locations::ofThisProgram(&locations_))) return fail(kFailed, status);
+  if (line.impl == "hoccl" && !(status = locations_.shim(&shim_))) return fail(kFailed, status);
+  if (!(status = chooseDevice())) return fail(kFailed, status);
+  if (!(status = completeOptions(line, setting_.device.emulated, &setting_.options)))
+    return fail(kUsage, status);
+  const Options& options = setting_.options;
+  if (options.sameNode && !setting_.device.emulated && setting_.device.count < options.ranks)
+    return fail(kUsage, Status::error(Code::InvalidArgument,
+                                      fmt::format("--same-node with {} ranks needs {} GPUs, here {} "
+                                                  "can be used: NCCL refuses two ranks of one node "
+                                                  "on one GPU",
+                                                  options.ranks, options.ranks,
+                                                  setting_.device.count)));
+  header_.version = versionText();
+  header_.commit = commitText();
+  header_.host = shortHostName();
+  header_.kernel = kernelText();
+  header_.driver = setting_.device.emulated ? "emulated" : nvidiaDriverVersion();
+  header_.device = setting_.device.name;
+  header_.timestamp = timestampText();
+  header_.command = command_;
+  header_.cudaVersion = setting_.device.cudaVersion;
+  header_.emulated = setting_.device.emulated;
+  header_.dilation = setting_.device.dilation;
+  printHeader();
+
+  SetResult main, nccl, bare;
+  if (options.impl == "nccl" || options.compareNccl)
+    if (!(status = lookAtTransport())) return fail(kFailed, status);
+  if (!(status = measure(options.impl, &main))) return fail(kFailed, status);
+  if (options.compareNccl && !(status = measure("nccl", &nccl))) return fail(kFailed, status);
+  if (options.compareBare && !(status = measure("bare", &bare))) return fail(kFailed, status);
+  printComparisons(main, nccl, bare);
+
+  std::optional<std::uint64_t> errors;
+  for (const Row& row : allRows_)
+    if (row.errors) errors = errors.value_or(0) + *row.errors;
+  if (options.impl == "hoccl" && main.paths.known && main.paths.steered < main.paths.total &&
+      !main.reasons.empty())
+    say(fmt::format("# why not steered: {}\n", main.reasons));
+  say(summaryLine(errors, options.impl == "hoccl" ? &main.paths : nullptr));
+  if (!options.jsonFile.empty() &&
+      !(status = writeJson(options.jsonFile, reportJson(header_, allRows_))))
+    return fail(kFailed, status);
+  return errors.value_or(0) == 0 ? 0 : kFailed;
+}
+
+}  // namespace
+
+int runSendRecv(const CommandLine& line, const std::string& command) {
+  setLogRole("bench");
+  return SendRecvBench(command).run(line);
+}
+
+}  // namespace hoccl::bench
