@@ -34,7 +34,7 @@ namespace hoccl {
     "size of a staging slot, and so of the largest chunk")                                          \
   X(laneDepth, Count, "HOCCL_LANE_DEPTH", "4", 1, 64, "", 0,                                        \
     "copies in flight per copy-engine lane")                                                        \
-  X(spinUs, Micros, "HOCCL_SPIN_US", "50", 0, 1000000, "", 0,                                       \
+  X(spinUs, Micros, "HOCCL_SPIN_US", "200", 0, 1000000, "", 0,                                       \
     "how long the mover spins without progress before it begins to sleep between polls")            \
   X(pollMaxUs, Micros, "HOCCL_POLL_MAX_US", "100", 1, 1000000, "", 0,                               \
     "longest sleep between two polls while an operation is pending")                                \

@@ -22,7 +22,6 @@ class StreamLane final : public Lane {
       LaneJob job{.device = device,
                   .host = static_cast<std::byte*>(host),
                   .bytes = kPrimeBytes,
-                  .await = {},
                   .writes = {}};
       status = submit(job);
       if (status) status = HOCCL_CU(driver_, cuStreamSynchronize(stream_));
@@ -33,11 +32,6 @@ class StreamLane final : public Lane {
   }
 
   Status submit(const LaneJob& job) override {
-    if (job.await.address) {
-      HOCCL_RETURN_IF_ERROR(
-          HOCCL_CU(driver_, cuStreamWaitValue64(stream_, job.await.address, job.await.value,
-                                                CU_STREAM_WAIT_VALUE_GEQ)));
-    }
     if (direction_ == LaneDirection::ToHost) {
       HOCCL_RETURN_IF_ERROR(
           HOCCL_CU(driver_, cuMemcpyDtoHAsync(job.host, job.device, job.bytes, stream_)));

@@ -18,7 +18,6 @@ struct LaneJob {
   CUdeviceptr device = 0;   ///< device side of the copy
   std::byte* host = nullptr;  ///< host side of the copy, in registered memory
   std::uint64_t bytes = 0;
-  FlagWrite await;  ///< if its address is set: the copy waits on the device until the flag is >= value
   std::array<FlagWrite, 2> writes;  ///< those whose address is set
 };
 

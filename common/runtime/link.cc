@@ -20,7 +20,7 @@ struct ChunkRules {
     return !c.link->shared_ && outSlot(c).ready->reached(c.turn);
   }
   static void countCopied(Chunk& c) {
-    --c.link->owner_->outLane().inFlight;
+    --c.link->owner_->outLanes().inFlight;
     --c.link->outCopying_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
@@ -34,44 +34,33 @@ struct ChunkRules {
   static void freeOut(Chunk& c) {
     c.link->freeOut_.push_back(c.slot);
     --c.link->outBusy_;
+    if (std::exchange(c.eager, false)) --c.link->eager_;
   }
 
   // In-slots.
   static bool mayCopyIn(const Chunk& c) {
-    if (!c.op) return false;
-    const SharedLane& lane = c.link->owner_->inLane();
-    if (!lane.room()) return false;
-    // A chunk still on its way may be queued ahead of its arrival, behind a wait for the sender's
-    // flag: its copy has been submitted there and depends on nothing but copies. Not far ahead, so
-    // that chunks of others which have arrived are not held up.
-    return inSlot(c).ready->reached(c.turn) ||
-           (c.link->shared_ && !c.link->peerAbandoned_ && lane.inFlight < kAwaitDepth);
+    return c.op && inSlot(c).ready->reached(c.turn) && c.link->owner_->inLanes().room();
   }
   static void copyIn(Chunk& c) {
     Link& link = *c.link;
-    LinkOwner& owner = *link.owner_;
     const Slot& slot = inSlot(c);
     LaneJob job;
     job.device = c.op->address + c.offset;
     job.host = slot.data;
     job.bytes = c.length;
-    if (!slot.ready->reached(c.turn)) {
-      job.await = {link.registration_.deviceAddress(*slot.ready), c.turn};
-    }
     // `finish` first: once the slot's flag shows, nothing of this operation is still to be written.
-    c.op->issued += c.length;
-    if (c.op->issued == c.op->descriptor.bytes) job.writes[0] = owner.finishWrite(*c.op);
+    if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
     job.writes[1] = {link.registration_.deviceAddress(*slot.credit), c.turn};
+    c.op->issued += c.length;
     ++c.op->copiesInFlight;
-    ++owner.inLane().inFlight;
     ++link.inCopying_;
-    if (Status status = owner.inLane().lane->submit(job); !status) {
-      slot.credit->set(c.turn);  // nothing runs on the lane any more
-      owner.fatal(status);
+    if (Status status = link.owner_->inLanes().submit(job); !status) {
+      slot.credit->set(c.turn);
+      link.owner_->fatal(status);
     }
   }
   static bool unwanted(const Chunk& c) {
-    return !c.op && (inSlot(c).ready->reached(c.turn) || c.link->peerAbandoned_);
+    return !c.op && !c.early && (inSlot(c).ready->reached(c.turn) || c.link->peerAbandoned_);
   }
   static void giveBack(Chunk& c) {
     inSlot(c).credit->set(c.turn);
@@ -79,14 +68,11 @@ struct ChunkRules {
   }
   static bool copiedIn(const Chunk& c) { return inSlot(c).credit->reached(c.turn); }
   static void countCopiedIn(Chunk& c) {
-    --c.link->owner_->inLane().inFlight;
+    --c.link->owner_->inLanes().inFlight;
     --c.link->inCopying_;
     --c.link->inBusy_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
-
-  /// Jobs on the in-lane below which one more may wait there for its chunk to arrive.
-  static constexpr std::uint32_t kAwaitDepth = 2;
 };
 
 namespace {
@@ -125,6 +111,47 @@ void Link::establish(std::unique_ptr<Connection> connection, HostRegistration re
   announced_.reserve(in_.size());
   freeOut_.reserve(out_.size());
   for (std::uint32_t i = static_cast<std::uint32_t>(out_.size()); i-- > 0;) freeOut_.push_back(i);
+  // With a single slot an eager chunk could keep it from everybody else.
+  eagerLimit_ = static_cast<std::uint32_t>(out_.size() / 2);
+}
+
+void Link::startSend(Op* op) {
+  op->chunkBytes = chunkBytesFor(op->descriptor.bytes, connection_->staging().slotBytes);
+  sends_.push_back(op);
+}
+
+void Link::startReceive(Op* op) {
+  for (Chunk& chunk : in_) {
+    if (!chunk.early) continue;
+    Op* wanted = nullptr;
+    // A mismatch fails the communicator, and with it drops every early chunk.
+    if (owner_->claim(chunk.announcement, &wanted) != Claim::Ready || wanted != op) continue;
+    chunk.early = false;
+    --early_;
+    chunk.op = op;
+    op->announced += chunk.length;
+  }
+}
+
+std::uint64_t Link::earlyBytes(std::uint64_t communicator, std::int32_t source,
+                               std::uint64_t pairSequence) const {
+  std::uint64_t bytes = 0;
+  for (const Chunk& chunk : in_) {
+    const Message& m = chunk.announcement;
+    if (chunk.early && m.communicator == communicator && m.source == source &&
+        m.pairSequence == pairSequence) {
+      bytes += chunk.length;
+    }
+  }
+  return bytes;
+}
+
+void Link::dropEarly(std::uint64_t communicator) {
+  for (Chunk& chunk : in_) {
+    if (!chunk.early || chunk.announcement.communicator != communicator) continue;
+    chunk.early = false;
+    --early_;
+  }
 }
 
 void Link::send(const Message& message) {
@@ -155,16 +182,22 @@ bool Link::announce(const Message& message) {
       message.turn <= chunk.turn) {
     return false;
   }
-  Op* op = owner_->receiveFor(message);
-  if (op && (message.offset > op->descriptor.bytes ||
-             message.length > op->descriptor.bytes - message.offset)) {
-    return false;
-  }
+  if (message.offset > message.bytes || message.length > message.bytes - message.offset) return false;
   chunk.turn = message.turn;
   chunk.offset = message.offset;
   chunk.length = message.length;
-  chunk.op = op;
-  if (op) op->announced += message.length;
+  chunk.announcement = message;
+  chunk.op = nullptr;
+  switch (owner_->claim(message, &chunk.op)) {
+    case Claim::Ready: chunk.op->announced += message.length; break;
+    case Claim::Early:
+      chunk.op = nullptr;
+      chunk.early = true;
+      ++early_;
+      break;
+    case Claim::Mismatch:
+    case Claim::Unwanted: chunk.op = nullptr; break;
+  }
   chunk.state = ChunkState::Announced;
   ++inBusy_;
   announced_.push_back(message.slot);
@@ -173,49 +206,51 @@ bool Link::announce(const Message& message) {
 
 /// The next chunk of the next send in turn: claims a slot, announces it, submits the copy.
 bool Link::claimOut() {
-  SharedLane& lane = owner_->outLane();
-  if (sends_.empty() || freeOut_.empty() || !lane.room() || !backlog_.empty()) return false;
-  if (nextSend_ >= sends_.size()) nextSend_ = 0;
+  SharedLanes& lanes = owner_->outLanes();
+  if (sends_.empty() || freeOut_.empty() || !lanes.room() || !backlog_.empty()) return false;
+  std::size_t tried = 0;
+  for (; tried < sends_.size(); ++tried, ++nextSend_) {
+    if (nextSend_ >= sends_.size()) nextSend_ = 0;
+    if (sends_[nextSend_]->matched || eager_ < eagerLimit_) break;
+  }
+  if (tried == sends_.size()) return false;
   Op& op = *sends_[nextSend_];
   Chunk& chunk = out_[freeOut_.back()];
-  const Staging& staging = connection_->staging();
+  const Slot& slot = connection_->staging().out[chunk.slot];
   chunk.offset = op.issued;
-  chunk.length = chunkLength(op.descriptor.bytes, op.issued, staging.slotBytes);
-  Message message{.type = MessageType::Chunk,
-                  .slot = chunk.slot,
-                  .communicator = 0,
-                  .source = 0,
-                  .destination = 0,
-                  .pairSequence = op.descriptor.pairSequence,
-                  .bytes = op.descriptor.bytes,
-                  .offset = chunk.offset,
-                  .length = chunk.length,
-                  .turn = chunk.turn + 1};
+  chunk.length = chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
+  Message message{};
+  message.type = MessageType::Chunk;
   owner_->address(op, &message);
+  message.slot = chunk.slot;
+  message.offset = chunk.offset;
+  message.length = chunk.length;
+  message.turn = chunk.turn + 1;
   if (!connection_->trySend(message)) return false;
 
   ++chunk.turn;
   chunk.op = &op;
   chunk.state = ChunkState::Copying;
+  chunk.eager = !op.matched;
+  if (chunk.eager) ++eager_;
   freeOut_.pop_back();
   ++outBusy_;
   ++outCopying_;
-  ++lane.inFlight;
   op.issued += chunk.length;
   ++op.copiesInFlight;
   LaneJob job;
   job.device = op.address + chunk.offset;
-  job.host = staging.out[chunk.slot].data;
+  job.host = slot.data;
   job.bytes = chunk.length;
-  job.writes[1] = {registration_.deviceAddress(*staging.out[chunk.slot].ready), chunk.turn};
+  if (chunk.length == op.descriptor.bytes) job.writes[0] = owner_->finishWrite(op);  // see copyIn
+  job.writes[1] = {registration_.deviceAddress(*slot.ready), chunk.turn};
   if (op.issued == op.descriptor.bytes) {
-    job.writes[0] = owner_->finishWrite(op);  // first: see copyIn
     sends_.erase(sends_.begin() + static_cast<std::ptrdiff_t>(nextSend_));
   } else {
     ++nextSend_;
   }
-  if (Status status = lane.lane->submit(job); !status) {
-    staging.out[chunk.slot].ready->set(chunk.turn);  // nothing runs on the lane any more
+  if (Status status = lanes.submit(job); !status) {
+    slot.ready->set(chunk.turn);
     owner_->fatal(status);
   }
   return true;
@@ -249,12 +284,12 @@ void Link::abandonPeer(std::vector<Op*>* torn) {
   if (std::exchange(peerAbandoned_, true) || !connection_) return;
   backlog_.clear();
   for (Chunk& chunk : in_) {
-    if (chunk.state != ChunkState::Announced && chunk.state != ChunkState::Copying) continue;
-    Flag& ready = *connection_->staging().in[chunk.slot].ready;
-    if (ready.reached(chunk.turn)) continue;
+    if (chunk.state != ChunkState::Announced ||
+        connection_->staging().in[chunk.slot].ready->reached(chunk.turn)) {
+      continue;
+    }
     if (chunk.op) torn->push_back(chunk.op);
-    // A copy on the in-lane may wait for this flag, which no copy engine will write any more.
-    if (chunk.state == ChunkState::Copying) ready.set(chunk.turn);
+    if (std::exchange(chunk.early, false)) --early_;
   }
 }
 

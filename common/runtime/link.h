@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -27,33 +28,54 @@ struct Chunk {
   std::uint64_t turn = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
-  Op* op = nullptr;  ///< null: nobody wants the bytes any more
+  Op* op = nullptr;
   Link* link = nullptr;
+  bool eager = false;  ///< out: sent before the receiver was ready
+  /// In: no receive is ready for it yet, so the slot keeps the bytes. With neither `op` nor `early`
+  /// nobody wants them any more.
+  bool early = false;
+  Message announcement{};  ///< in
 };
 
-/// A lane shared by all links of a mover, and how many jobs are in flight on it: a full queue would
-/// block the submitting call.
-struct SharedLane {
-  std::unique_ptr<Lane> lane;
+/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes a
+/// chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs in
+/// flight is bounded, since a full queue would block the submitting call.
+struct SharedLanes {
+  static constexpr std::size_t kCount = 2;
+  std::array<std::unique_ptr<Lane>, kCount> lanes;
   std::uint32_t depth = 1;
   std::uint32_t inFlight = 0;
+  std::size_t next = 0;
   [[nodiscard]] bool room() const { return inFlight < depth; }
+  Status submit(const LaneJob& job) {
+    ++inFlight;
+    next = (next + 1) % kCount;
+    return lanes[next]->submit(job);
+  }
+};
+
+/// What the mover knows of a chunk's receive.
+enum class Claim {
+  Ready,     ///< copy it in now
+  Early,     ///< the receive has not come or not started
+  Unwanted,  ///< it is over, or failed
+  Mismatch,  ///< it expects another number of bytes
 };
 
 /// What a link asks of the mover around it.
 class LinkOwner {
  public:
   virtual ~LinkOwner() = default;
-  virtual SharedLane& outLane() = 0;
-  virtual SharedLane& inLane() = 0;
-  /// Where `op`'s last copy may write the end of the operation by itself; address 0 if it may not.
+  virtual SharedLanes& outLanes() = 0;
+  virtual SharedLanes& inLanes() = 0;
+  /// Where `op`'s only copy may write the end of the operation by itself; address 0 if it may not.
   virtual FlagWrite finishWrite(const Op& op) = 0;
   /// Fills in which communicator and pair a message of `op` belongs to.
   virtual void address(const Op& op, Message* message) = 0;
   /// A copy of `op` has ended (or its submission failed).
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
-  /// The receive a Chunk message belongs to; null if it is over or failed.
-  virtual Op* receiveFor(const Message& message) = 0;
+  /// The receive a Chunk message belongs to.
+  virtual Claim claim(const Message& message, Op** op) = 0;
   /// A driver call failed: nothing can be moved any more.
   virtual void fatal(const Status& status) = 0;
 };
@@ -74,8 +96,17 @@ class Link {
   void send(const Message& message);
   [[nodiscard]] bool receive(Message* message) { return connection_->tryReceive(message); }
 
-  /// A send whose two sides are ready: its chunks go out in turn with those of others.
-  void startSend(Op* op) { sends_.push_back(op); }
+  /// A send that may move: its chunks go out in turn with those of others. Until the receiver is
+  /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver that
+  /// does not come holds up nobody (rule 7).
+  void startSend(Op* op);
+  /// A receive that may move takes the chunks that came before it.
+  void startReceive(Op* op);
+  /// How many bytes of that receive lie or arrive here.
+  [[nodiscard]] std::uint64_t earlyBytes(std::uint64_t communicator, std::int32_t source,
+                                         std::uint64_t pairSequence) const;
+  /// Nobody will want that communicator's early chunks.
+  void dropEarly(std::uint64_t communicator);
   /// No further chunk of `op`; copies in flight still end by themselves.
   void forget(Op* op);
   /// The peer announced a chunk. False: the message contradicts the slot's state.
@@ -87,11 +118,12 @@ class Link {
   [[nodiscard]] bool quiet() const { return outBusy_ == 0 && !active(); }
   /// Something here moves, or waits only for room.
   [[nodiscard]] bool active() const {
-    return outCopying_ > 0 || inBusy_ > 0 || !sends_.empty() || !backlog_.empty();
+    return outCopying_ > 0 || inBusy_ > early_ || !sends_.empty() || !backlog_.empty();
   }
   /// Copies on this side's lanes that touch this link's slots.
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
-  /// The peer is gone: lets copies go that wait for its flags, and takes back what it will never use.
+  [[nodiscard]] bool holdsEarly() const { return early_ > 0; }
+  /// The peer is gone: takes back what it will never use.
   /// Adds the receives whose bytes were on their way and will not come.
   void abandonPeer(std::vector<Op*>* torn);
   [[nodiscard]] bool abandoned() const { return peerAbandoned_; }
@@ -126,6 +158,9 @@ class Link {
   std::vector<Message> backlog_;  ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
+  std::uint32_t eager_ = 0;       ///< out-slots in use by eager chunks
+  std::uint32_t eagerLimit_ = 0;
+  std::uint32_t early_ = 0;       ///< in-slots that wait for their receive
 };
 
 }  // namespace hoccl

@@ -17,6 +17,8 @@ namespace {
 /// within microseconds, and a nap would stretch it.
 constexpr std::uint64_t kCopySpinFactor = 10;
 constexpr std::uint64_t kFirstNapNs = 1000;
+/// With nothing to do, naps go on for so long before the loop sleeps until it is rung.
+constexpr std::uint64_t kDrowsyNs = 10'000'000;
 /// How long a peer that died is given for copies its driver may still be ending.
 constexpr std::uint64_t kLastBreathNs = 100'000'000;
 
@@ -32,8 +34,9 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
       launches_(d.segment.launchSlots()),
       communicators_(kMaxCommunicators),
       imports_(config.importCache) {
-  out_ = {std::move(d.out), static_cast<std::uint32_t>(config.laneDepth), 0};
-  in_ = {std::move(d.in), static_cast<std::uint32_t>(config.laneDepth), 0};
+  out_.lanes = std::move(d.out);
+  in_.lanes = std::move(d.in);
+  out_.depth = in_.depth = static_cast<std::uint32_t>(config.laneDepth);
   starting_.reserve(launches_.size());
 }
 
@@ -161,6 +164,7 @@ bool MoverLoop::progressLinks() {
   return any;
 }
 
+/// What the loop does between rounds: goes on at once while things move, spins, naps, sleeps.
 void MoverLoop::rest(bool moved) {
   if (moved) {
     lastProgressNs_ = 0;
@@ -174,14 +178,17 @@ void MoverLoop::rest(bool moved) {
 
   bool active = pendingOps_ > 0 || !requests_.empty() || !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) active = active || link->active();
+  // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
+  // call, and a nap ends by itself.
+  const bool sleep = !active && now - lastProgressNs_ > kDrowsyNs;
   SegmentHeader& header = segment_.header();
-  header.moverSleeps.store(1, std::memory_order_seq_cst);
-  if (segment_.empty() && queues_->toLoop.empty()) {
-    napNs_ = std::clamp(napNs_ * 2, kFirstNapNs, pollMaxNs_);
+  if (sleep) header.moverSleeps.store(1, std::memory_order_seq_cst);
+  if (!sleep || (segment_.empty() && queues_->toLoop.empty())) {
+    napNs_ = std::clamp(napNs_ * 2, kFirstNapNs, std::max(kFirstNapNs, pollMaxNs_));
     const timespec nap{static_cast<time_t>(napNs_ / 1'000'000'000),
                        static_cast<long>(napNs_ % 1'000'000'000)};
     pollfd bell{queues_->loopEventFd, POLLIN, 0};
-    if (::ppoll(&bell, 1, active ? &nap : nullptr, nullptr) > 0) {
+    if (::ppoll(&bell, 1, sleep ? nullptr : &nap, nullptr) > 0) {
       std::uint64_t rings = 0;
       [[maybe_unused]] ssize_t got = ::read(queues_->loopEventFd, &rings, sizeof rings);
       lastProgressNs_ = 0;
@@ -189,7 +196,7 @@ void MoverLoop::rest(bool moved) {
     }
     header.loopWakeups.fetch_add(1, std::memory_order_relaxed);
   }
-  header.moverSleeps.store(0, std::memory_order_relaxed);
+  if (sleep) header.moverSleeps.store(0, std::memory_order_relaxed);
 }
 
 /// Peers that died: takes what they sent before, then ends what they will not send.
@@ -221,8 +228,8 @@ void MoverLoop::takeLeave() {
   leaving_ = false;
   for (auto position = links_.begin(); position != links_.end();) {
     Link& link = *position->second;
-    if (!link.abandoned() || link.copying()) {
-      leaving_ = leaving_ || link.abandoned();
+    if (!link.abandoned() || link.copying() || link.holdsEarly()) {
+      leaving_ = leaving_ || (link.abandoned() && !link.holdsEarly());
       ++position;
       continue;
     }
@@ -303,7 +310,7 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   Op* op = pool_.take();
   op->descriptor = descriptor;
   op->communicator = &communicator;
-  op->waiting = Op::kForStart | Op::kForImport | Op::kForLink | (op->send() ? Op::kForPeer : 0u);
+  op->waiting = Op::kForStart | Op::kForImport | Op::kForLink;
   launch.ops.push_back(op);
   ++launch.opsSeen;
   ++pendingOps_;
@@ -317,9 +324,16 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
     failOp(op);
     return;
   }
+  op->link = linkTo(communicator.info.peers[static_cast<std::size_t>(descriptor.peer)]);
   if (pair.dead) {
-    failCommunicator(communicator, Code::Remote, pair.why);
-    return;
+    // What the peer sent before it went may lie here in full.
+    const bool here = !op->send() && entry &&
+                      op->link->earlyBytes(communicator.info.id, descriptor.peer,
+                                           descriptor.pairSequence) == descriptor.bytes;
+    if (!here) {
+      failCommunicator(communicator, Code::Remote, pair.why);
+      return;
+    }
   }
   if (!entry) {
     failCommunicator(communicator, Code::Internal,
@@ -346,7 +360,6 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   } else {
     op->next = std::exchange(op->import->waiters, op);
   }
-  op->link = linkTo(communicator.info.peers[static_cast<std::size_t>(descriptor.peer)]);
   if (op->link->up()) op->waiting &= ~Op::kForLink;
   if (entry->peerReady) match(op, *entry);
 }
@@ -354,27 +367,36 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
 /// Both sides of a send are known: they must be of one size.
 void MoverLoop::match(Op* op, const PairWindow::Entry& entry) {
   if (entry.peerBytes == op->descriptor.bytes) {
-    arrived(op, Op::kForPeer);
+    op->matched = true;
     return;
   }
-  Communicator& communicator = *op->communicator;
-  if (op->link->up()) {
+  mismatch(*op->communicator, op->link, op->descriptor.peer, op->descriptor.pairSequence, true,
+           op->descriptor.bytes, entry.peerBytes);
+}
+
+/// Fails the communicator on both sides; each names both sizes.
+void MoverLoop::mismatch(Communicator& communicator, Link* link, std::int32_t peer,
+                         std::uint64_t pairSequence, bool send, std::uint64_t own,
+                         std::uint64_t theirs) {
+  if (link->up()) {
     Message message{};
     message.type = MessageType::Failed;
     message.slot = static_cast<std::uint32_t>(FailReason::SizeMismatch);
     message.communicator = communicator.info.id;
     message.source = communicator.info.rank;
-    message.destination = op->descriptor.peer;
-    message.pairSequence = op->descriptor.pairSequence;
-    message.bytes = op->descriptor.bytes;
-    message.length = entry.peerBytes;
-    op->link->send(message);
+    message.destination = peer;
+    message.pairSequence = pairSequence;
+    message.offset = send ? 1 : 0;
+    message.bytes = own;
+    message.length = theirs;
+    link->send(message);
   }
   failCommunicator(communicator, Code::InvalidArgument,
-                   fmt::format("send of {} bytes to {} met a receive of {} bytes (steered operation "
-                               "{} of this pair): the two ranks' counts differ",
-                               op->descriptor.bytes, describePeer(communicator, op->descriptor.peer),
-                               entry.peerBytes, op->descriptor.pairSequence));
+                   fmt::format("{} of {} bytes {} {} met a {} of {} bytes there (steered operation {} "
+                               "of this pair): the two ranks' counts differ",
+                               send ? "send" : "receive", own, send ? "to" : "from",
+                               describePeer(communicator, peer), send ? "receive" : "send", theirs,
+                               pairSequence));
 }
 
 void MoverLoop::arrived(Op* op, Op::Waiting what) {
@@ -390,9 +412,8 @@ void MoverLoop::activate(Op* op) {
   Message message{};
   message.type = MessageType::Ready;
   address(*op, &message);
-  message.pairSequence = op->descriptor.pairSequence;
-  message.bytes = op->descriptor.bytes;
   op->link->send(message);
+  op->link->startReceive(op);
 }
 
 FlagWrite MoverLoop::finishWrite(const Op& op) {
@@ -408,6 +429,8 @@ void MoverLoop::address(const Op& op, Message* message) {
   message->communicator = communicator.info.id;
   message->source = op.send() ? communicator.info.rank : op.descriptor.peer;
   message->destination = op.send() ? op.descriptor.peer : communicator.info.rank;
+  message->pairSequence = op.descriptor.pairSequence;
+  message->bytes = op.descriptor.bytes;
 }
 
 void MoverLoop::copyEnded(Op& op, std::uint64_t bytes) {
@@ -510,17 +533,23 @@ void MoverLoop::onReady(Link& link, const Message& message) {
   if (entry->op) match(entry->op, *entry);
 }
 
-Op* MoverLoop::receiveFor(const Message& message) {
+Claim MoverLoop::claim(const Message& message, Op** op) {
   Communicator* communicator = byId(message.communicator);
-  if (!communicator || message.source < 0 ||
+  if (!communicator || communicator->failed || message.source < 0 ||
       static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
-    return nullptr;
+    return Claim::Unwanted;
   }
   PairWindow::Entry* entry =
       communicator->pairs[static_cast<std::size_t>(message.source)].receives.find(
           message.pairSequence);
-  if (!entry || !entry->op || entry->op->failed || entry->op->waiting != 0) return nullptr;
-  return entry->op;
+  if (!entry) return Claim::Unwanted;
+  if (!entry->op) return Claim::Early;
+  if (entry->op->waiting != 0) return Claim::Early;
+  *op = entry->op;
+  if (entry->op->descriptor.bytes == message.bytes) return Claim::Ready;
+  mismatch(*communicator, entry->op->link, message.source, message.pairSequence, false,
+           entry->op->descriptor.bytes, message.bytes);
+  return Claim::Mismatch;
 }
 
 void MoverLoop::onFailed(const Message& message) {
@@ -532,10 +561,12 @@ void MoverLoop::onFailed(const Message& message) {
   const std::string who = describePeer(*communicator, message.source);
   switch (static_cast<FailReason>(message.slot)) {
     case FailReason::SizeMismatch:
-      failCommunicator(*communicator, Code::InvalidArgument,
-                       fmt::format("receive of {} bytes met a send of {} bytes from {} (steered "
-                                   "operation {} of this pair): the two ranks' counts differ",
-                                   message.length, message.bytes, who, message.pairSequence));
+      failCommunicator(
+          *communicator, Code::InvalidArgument,
+          fmt::format("{} of {} bytes met a {} of {} bytes by {} (steered operation {} of this pair): "
+                      "the two ranks' counts differ",
+                      message.offset ? "receive" : "send", message.length,
+                      message.offset ? "send" : "receive", message.bytes, who, message.pairSequence));
       return;
     case FailReason::Aborted:
       pairEnded(*communicator, message.source, true,
@@ -603,8 +634,12 @@ void MoverLoop::pairEnded(Communicator& communicator, std::int32_t peer, bool ta
     doomed = doomed || (entry.op && entry.op->issued < entry.op->descriptor.bytes);
   });
   pair.receives.forEach([&](PairWindow::Entry& entry) {
-    doomed = doomed || (entry.op && (!takeAnnounced ||
-                                     entry.op->announced < entry.op->descriptor.bytes));
+    if (!entry.op) return;
+    const OpDescriptor& d = entry.op->descriptor;
+    const std::uint64_t here =
+        entry.op->announced +
+        entry.op->link->earlyBytes(communicator.info.id, peer, d.pairSequence);
+    doomed = doomed || !takeAnnounced || here < d.bytes;
   });
   if (doomed) failCommunicator(communicator, Code::Remote, pair.why);
 }
@@ -631,6 +666,7 @@ void MoverLoop::failCommunicator(Communicator& communicator, Code code, const st
     pair.receives.forEach(collect);
   }
   for (Op* op : all) failOp(op);
+  for (auto& [peer, link] : links_) link->dropEarly(communicator.info.id);
 }
 
 void MoverLoop::tellPeers(Communicator& communicator, FailReason reason) {
@@ -654,6 +690,7 @@ void MoverLoop::acknowledgeCloses() {
     Communicator* communicator = communicators_[index].get();
     if (!communicator || communicator->closesAsked == 0 || communicator->pending > 0) continue;
     if (!communicator->failed) tellPeers(*communicator, FailReason::Aborted);
+    for (auto& [peer, link] : links_) link->dropEarly(communicator->info.id);
     CommunicatorRecord& record = *communicator->record;
     const std::uint32_t closes = communicator->closesAsked;
     communicatorById_.erase(communicator->info.id);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -43,7 +44,7 @@ class MoverLoop final : public LinkOwner {
     Segment segment;
     HostRegistration* segmentRegistration = nullptr;
     MoverQueues* queues = nullptr;
-    std::unique_ptr<Lane> out, in;
+    std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in;
   };
   MoverLoop(Dependencies dependencies, const Config& config);
   ~MoverLoop() override;
@@ -53,12 +54,12 @@ class MoverLoop final : public LinkOwner {
 
  private:
   // LinkOwner.
-  SharedLane& outLane() override { return out_; }
-  SharedLane& inLane() override { return in_; }
+  SharedLanes& outLanes() override { return out_; }
+  SharedLanes& inLanes() override { return in_; }
   FlagWrite finishWrite(const Op& op) override;
   void address(const Op& op, Message* message) override;
   void copyEnded(Op& op, std::uint64_t bytes) override;
-  Op* receiveFor(const Message& message) override;
+  Claim claim(const Message& message, Op** op) override;
   void fatal(const Status& status) override;
 
   // One round of the loop; each says whether it found anything to do.
@@ -77,6 +78,8 @@ class MoverLoop final : public LinkOwner {
   void arrived(Op* op, Op::Waiting what);
   void activate(Op* op);
   void match(Op* op, const PairWindow::Entry& entry);
+  void mismatch(Communicator& communicator, Link* link, std::int32_t peer, std::uint64_t pairSequence,
+                bool send, std::uint64_t own, std::uint64_t theirs);
   void failOp(Op* op);
   void finishOp(Op* op);
   void finishLaunch(Launch& launch);
@@ -102,7 +105,7 @@ class MoverLoop final : public LinkOwner {
   Segment segment_;
   HostRegistration* segmentRegistration_;
   MoverQueues* queues_;
-  SharedLane out_, in_;
+  SharedLanes out_, in_;
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
 
   OpPool pool_;

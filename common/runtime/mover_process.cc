@@ -37,7 +37,7 @@ struct MoverProcess {
   CUcontext context = nullptr;
   HostRegistration segmentRegistration;
   MoverQueues queues;
-  std::unique_ptr<Lane> out, in;
+  std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in;
   PeerId self;
   std::unique_ptr<Transport> transport;
 
@@ -87,8 +87,11 @@ Status MoverProcess::openDevice(const std::string& uuid) {
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuCtxSetCurrent(context)));
   HOCCL_RETURN_IF_ERROR(HostRegistration::create(driver, segmentMemory.data(), segmentMemory.size(),
                                                  &segmentRegistration));
-  HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToHost, &out));
-  return makeStreamLane(driver, LaneDirection::ToDevice, &in);
+  for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToHost, &out[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToDevice, &in[i]));
+  }
+  return {};
 }
 
 /// The application's threads may be pinned; the mover gets every CPU its main thread may use.

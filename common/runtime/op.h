@@ -20,7 +20,6 @@ struct Op {
     kForStart = 1,   ///< the user's streams have reached the operation
     kForImport = 2,  ///< the buffer is mapped here
     kForLink = 4,    ///< the connection to the peer stands
-    kForPeer = 8,    ///< a send: the receiver has said Ready
   };
 
   OpDescriptor descriptor{};
@@ -33,6 +32,8 @@ struct Op {
   std::uint64_t announced = 0;  ///< a receive: bytes the peer has announced
   std::uint64_t issued = 0;  ///< bytes whose copy has been submitted
   std::uint64_t done = 0;    ///< bytes whose copy has ended
+  std::uint64_t chunkBytes = 0;  ///< a send: how it is cut
+  bool matched = false;  ///< a send: the receiver has said Ready; before that only eager chunks go
   bool failed = false;
   Op* next = nullptr;  ///< in the one list it is on: free, or waiting for an import
 

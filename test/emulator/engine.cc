@@ -35,8 +35,9 @@ constexpr auto kComplainAfter = std::chrono::seconds(10);
 /// a while, so that many parked processes leave the CPU to those with work.
 std::int64_t pollInterval(std::int64_t quietFor) {
   if (quietFor < 2'000'000) return 20'000;
-  if (quietFor < 50'000'000) return 50'000;
-  return 100'000;
+  if (quietFor < 20'000'000) return 50'000;
+  if (quietFor < 200'000'000) return 100'000;
+  return 500'000;
 }
 
 template <typename T>
@@ -138,6 +139,7 @@ CUresult Scheduler::submit(const StreamPtr& stream, std::vector<Op> ops, bool* c
   const std::int64_t now = realNow();
   for (Op& op : ops) {
     op.submittedAt = now;
+    if (op.kind == OpKind::Wait && waitSatisfied(op)) op.seenAt = now;
     if (op.record != nullptr && op.kind == OpKind::RecordEvent) {
       op.record->stream = stream;
       op.record->sequence = stream->submitted + 1;
@@ -234,17 +236,28 @@ bool Scheduler::begin(const StreamPtr& stream, Op* op) {
   return true;
 }
 
+/// Notes when the wait behind a running copy becomes satisfied, so that this thread's lateness at
+/// the copy's end is not taken for waiting.
+void Scheduler::lookAhead(Stream* stream, std::int64_t now) {
+  constexpr std::size_t kDepth = 4;  // copy, its flag, and the next copy's wait are within
+  for (std::size_t i = 1; i < std::min(stream->queue.size(), kDepth); ++i) {
+    Op& op = stream->queue[i];
+    if (op.kind == OpKind::Wait && op.seenAt == 0 && waitSatisfied(op)) op.seenAt = now;
+  }
+}
+
 /// Advances the stream's first operation; true if anything changed.
 bool Scheduler::step(const StreamPtr& stream, std::int64_t now) {
   Op& op = stream->queue.front();
-  if (op.queued) return false;
+  if (op.queued) {
+    lookAhead(stream.get(), now);
+    return false;
+  }
   if (!op.begun && !begin(stream, &op)) return false;
   if (now < op.readyAt) {
     nextTimer_ = std::min(nextTimer_, op.readyAt);
     return false;
   }
-  const bool firstLook = !op.examined;
-  op.examined = true;
   switch (op.kind) {
     case OpKind::Nothing:
       finish(stream, op.readyAt);
@@ -256,10 +269,11 @@ bool Scheduler::step(const StreamPtr& stream, std::int64_t now) {
     case OpKind::Wait:
       if (!waitSatisfied(op)) {
         polling_ = true;
+        op.seenAt = 0;
         return false;
       }
-      // Found set at the first look: it was no wait at all, and this thread's lateness is no time.
-      finish(stream, firstLook ? op.readyAt : now);
+      // Not before it was seen satisfied: what follows must not begin before the flag was written.
+      finish(stream, std::max(op.readyAt, op.seenAt != 0 ? op.seenAt : now));
       return true;
     case OpKind::RecordEvent:
       op.record->done = true;

@@ -72,7 +72,8 @@ struct Op {
   std::vector<std::pair<std::shared_ptr<Stream>, std::uint64_t>> after;  ///< default-stream order
   std::int64_t submittedAt = 0;
   std::int64_t readyAt = 0;  ///< when everything before it was done, plus the random delay
-  bool begun = false, examined = false, queued = false;
+  std::int64_t seenAt = 0;   ///< Wait: since when it is known to be satisfied; 0: not yet
+  bool begun = false, queued = false;
 };
 
 struct Capture;
@@ -153,6 +154,7 @@ class Scheduler {
   void addDefaultStreamOrder(const StreamPtr& stream, Op* op);
   bool step(const StreamPtr& stream, std::int64_t now);
   bool begin(const StreamPtr& stream, Op* op);
+  void lookAhead(Stream* stream, std::int64_t now);
   void finish(const StreamPtr& stream, std::int64_t at);
   void startTransfers();
   void startChunk(Transfer* transfer);

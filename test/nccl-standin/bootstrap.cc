@@ -17,8 +17,6 @@ namespace {
 
 /// An id that nobody uses keeps its thread for so long.
 constexpr std::chrono::minutes kUnusedId{10};
-/// A connection that says nothing holds the thread up for no longer than this.
-constexpr std::chrono::seconds kStranger{2};
 
 struct Join {
   std::uint64_t magic;
@@ -37,7 +35,7 @@ class Gathering {
   void run();
 
  private:
-  std::string take(UniqueFd fd);
+  std::string take(UniqueFd fd, const Join& join);
   void answerAll(const std::string& failure);
 
   UniqueFd listener_;
@@ -49,10 +47,12 @@ class Gathering {
 
 void Gathering::run() {
   Bound bound(nullptr, kUnusedId);
+  Door door(listener_.get(), sizeof(Join));
   while (true) {
     UniqueFd fd;
-    if (!acceptOne(listener_.get(), bound, "ranks of the id", &fd)) break;
-    const std::string failure = take(std::move(fd));
+    Join join;
+    if (!door.next(bound, "ranks of the id", &fd, &join)) break;
+    const std::string failure = take(std::move(fd), join);
     if (!failure.empty()) return answerAll(failure);
     if (joined_ > 0 && joined_ == members_.size()) return answerAll("");
     if (joined_ == 1) bound = Bound();
@@ -64,9 +64,7 @@ void Gathering::run() {
   answerAll(fmt::format("of {} ranks, these did not join:{}", members_.size(), missing));
 }
 
-std::string Gathering::take(UniqueFd fd) {
-  Join join;
-  if (!receiveAll(fd.get(), &join, sizeof join, Bound(nullptr, kStranger), "a rank")) return "";
+std::string Gathering::take(UniqueFd fd, const Join& join) {
   if (join.magic != magic_) return "";
   if (join.nranks == 0 || join.rank >= join.nranks || join.nranks > 65536) {
     return fmt::format("there is no rank {} of {}", join.rank, join.nranks);
@@ -185,16 +183,14 @@ Outcome connectAll(const Meeting& meeting, const Bound& bound, std::vector<Uniqu
       return done;
     }
   }
+  Door door(meeting.listener.get(), sizeof(Greeting));
   for (int missing = nranks - 1 - meeting.rank; missing > 0;) {
     UniqueFd fd;
-    if (Outcome done = acceptOne(meeting.listener.get(), bound,
-                                 fmt::format("{} ranks to connect", missing), &fd);
+    Greeting theirs;
+    if (Outcome done = door.next(bound, fmt::format("{} ranks to connect", missing), &fd, &theirs);
         !done) {
       return done;
     }
-    Greeting theirs;
-    if (!receiveAll(fd.get(), &theirs, sizeof theirs, Bound(nullptr, kStranger), "a rank"))
-      continue;
     const bool ours = theirs.magic == meeting.magic && theirs.rank < meeting.ports.size() &&
                       static_cast<int>(theirs.rank) > meeting.rank && !(*peers)[theirs.rank];
     if (!ours) continue;

@@ -20,6 +20,8 @@ constexpr std::uint32_t kMagic = 0x4e53544e;
 constexpr int kBacklog = 1024;
 /// An abort is noticed after at most so long.
 constexpr int kPollMs = 20;
+/// Connections without a greeting yet; of more, the oldest is closed.
+constexpr std::size_t kMaxGuests = 1024;
 constexpr std::uint64_t kDefaultTimeoutMs = 30000;
 
 struct Frame {
@@ -199,18 +201,56 @@ Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out) {
   return {};
 }
 
-Outcome acceptOne(int listener, const Bound& bound, const std::string& whom, UniqueFd* out) {
+Outcome Door::next(const Bound& bound, const std::string& whom, UniqueFd* out, void* greeting) {
   while (true) {
-    UniqueFd fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (fd) {
-      const int on = 1;
-      setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-      *out = std::move(fd);
-      return {};
+    if (Outcome accepted = acceptAll(whom); !accepted) return accepted;
+    std::vector<pollfd> fds{{listener_, POLLIN, 0}};
+    for (auto guest = guests_.begin(); guest != guests_.end();) {
+      if (listenTo(*guest)) {
+        std::memcpy(greeting, guest->said.data(), greetingBytes_);
+        *out = std::move(guest->fd);
+        guests_.erase(guest);
+        return {};
+      }
+      if (!guest->fd) {
+        guest = guests_.erase(guest);
+        continue;
+      }
+      fds.push_back({guest->fd.get(), POLLIN, 0});
+      ++guest;
     }
-    if (!wouldBlock() && errno != ECONNABORTED) return systemError("accepting " + whom);
-    if (Outcome ready = waitFor(listener, POLLIN, bound, whom); !ready) return ready;
+    if (Outcome over = bound.check(whom); !over) return over;
+    poll(fds.data(), fds.size(), kPollMs);
   }
+}
+
+Outcome Door::acceptAll(const std::string& whom) {
+  while (true) {
+    UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!fd && wouldBlock()) return {};
+    if (!fd && errno == ECONNABORTED) continue;
+    if (!fd) return systemError("accepting " + whom);
+    const int on = 1;
+    setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    guests_.push_back({std::move(fd), {}});
+    if (guests_.size() > kMaxGuests) guests_.pop_front();
+  }
+}
+
+bool Door::listenTo(Guest& guest) const {
+  // Never beyond the greeting: what follows is not for the door.
+  while (guest.said.size() < greetingBytes_) {
+    char buffer[256];
+    const std::size_t left = std::min(sizeof buffer, greetingBytes_ - guest.said.size());
+    const ssize_t n = recv(guest.fd.get(), buffer, left, 0);
+    if (n < 0 && wouldBlock()) return false;
+    if (n <= 0) {
+      guest.fd.reset();
+      return false;
+    }
+    guest.said.append(buffer, static_cast<std::size_t>(n));
+  }
+  return true;
 }
 
 Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,

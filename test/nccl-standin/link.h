@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -39,11 +40,34 @@ class Bound {
 /// A listening socket on 127.0.0.1; all sockets here are non-blocking.
 Outcome listenLoopback(UniqueFd* out, std::uint16_t* port);
 Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out);
-Outcome acceptOne(int listener, const Bound& bound, const std::string& whom, UniqueFd* out);
 Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,
                 const std::string& whom);
 Outcome receiveAll(int fd, void* data, std::size_t bytes, const Bound& bound,
                    const std::string& whom);
+
+/// Takes connections at a listener, each of which begins with a greeting of a fixed size. All are
+/// read beside each other: one that says nothing holds up nobody.
+class Door {
+ public:
+  Door(int listener, std::size_t greetingBytes)
+      : listener_(listener), greetingBytes_(greetingBytes) {}
+  /// The next connection whose greeting is complete.
+  Outcome next(const Bound& bound, const std::string& whom, UniqueFd* out, void* greeting);
+
+ private:
+  struct Guest {
+    UniqueFd fd;
+    std::string said;
+  };
+  Outcome acceptAll(const std::string& whom);
+  /// True when the greeting is complete; a guest that is of no use any more has lost its
+  /// descriptor.
+  bool listenTo(Guest& guest) const;
+
+  int listener_;
+  std::size_t greetingBytes_;
+  std::deque<Guest> guests_;
+};
 
 /// One message of an exchange. `kind` and size must be what the other side says, too.
 struct Transfer {

@@ -1,5 +1,3 @@
-#include "tools/bench/rank_environment.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -8,6 +6,7 @@
 
 #include "tools/bench/locate.h"
 #include "tools/bench/nccl_api.h"
+#include "tools/bench/rank_environment.h"
 
 namespace hoccl::bench {
 namespace {
@@ -41,7 +40,8 @@ TEST(BenchEnvironment, PreloadComesBeforeTheUsersOwn) {
 TEST(BenchEnvironment, PlainNcclIsPlain) {
   const Entries entries = RankEnvironment{}.applyTo(
       {"LD_PRELOAD=/a/libnccl-tuner-hoccl.so libjemalloc.so", "NCCL_TUNER_PLUGIN=hoccl",
-       "NCCL_NET_PLUGIN=aws-ofi", "NCCL_PROFILER_PLUGIN=/x/libnccl-tuner-hoccl.so", "HOCCL_SLOTS=4"});
+       "NCCL_NET_PLUGIN=aws-ofi", "NCCL_PROFILER_PLUGIN=/x/libnccl-tuner-hoccl.so",
+       "HOCCL_SLOTS=4"});
   EXPECT_EQ(valueOf(entries, "LD_PRELOAD"), "libjemalloc.so");
   EXPECT_EQ(valueOf(entries, "NCCL_TUNER_PLUGIN"), "(unset)");
   EXPECT_EQ(valueOf(entries, "NCCL_PROFILER_PLUGIN"), "(unset)");
@@ -53,8 +53,11 @@ TEST(BenchEnvironment, ReplacesAndAdds) {
   RankEnvironment rank;
   rank.hostId = "node-1";
   rank.libraryPath = "/emulator";
-  rank.extra = {"EMUCUDA_DEVICES=2", "B=new=value"};
-  const Entries entries = rank.applyTo({"NCCL_HOSTID=all", "LD_LIBRARY_PATH=/cuda", "B=old", "C=3"});
+  rank.extra = {"EMUCUDA_DEVICES=2", "B=new=value", "D"};
+  const Entries entries =
+      rank.applyTo({"NCCL_HOSTID=all", "LD_LIBRARY_PATH=/cuda", "B=old", "C=3", "D=4", "DD=5"});
+  EXPECT_EQ(valueOf(entries, "D"), "(unset)");
+  EXPECT_EQ(valueOf(entries, "DD"), "5");
   EXPECT_EQ(valueOf(entries, "NCCL_HOSTID"), "node-1");
   EXPECT_EQ(valueOf(entries, "LD_LIBRARY_PATH"), "/emulator:/cuda");
   EXPECT_EQ(valueOf(entries, "EMUCUDA_DEVICES"), "2");
@@ -99,7 +102,8 @@ TEST_F(BenchLocations, BuildTree) {
   ASSERT_TRUE(here.shim(&path));
   EXPECT_EQ(path, shim);
   ASSERT_TRUE(here.emulatorPath(&path));
-  EXPECT_EQ(path, (root_ / "test/emulator").string() + ":" + (root_ / "test/nccl-standin").string());
+  EXPECT_EQ(path,
+            (root_ / "test/emulator").string() + ":" + (root_ / "test/nccl-standin").string());
 }
 
 TEST_F(BenchLocations, Installed) {
@@ -130,8 +134,7 @@ TEST_F(BenchLocations, MissingPartsAreNamedWithWhereTheyWereLookedFor) {
 }
 
 TEST_F(BenchLocations, NcclOfAPythonInstallation) {
-  const std::string nccl =
-      file("venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2");
+  const std::string nccl = file("venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2");
   const char* before = std::getenv("VIRTUAL_ENV");
   const std::string kept = before ? before : "";
   ::setenv("VIRTUAL_ENV", (root_ / "venv").c_str(), 1);
@@ -152,7 +155,7 @@ TEST(BenchSteering, CountsAllCommunicators) {
   SteeringCounts counts;
   const Status status = parseSteeringCounts(
       R"({"communicators":[
-        {"id":"a","rank":0,"paths":{"staged":{"ops":5,"bytes":10},"nccl":{"ops":2,"bytes":4}},
+        {"id":"a","rank":0,"transport":"shm","paths":{"staged":{"ops":5,"bytes":10},"nccl":{"ops":2,"bytes":4}},
          "reasons":{"below HOCCL_MIN_BYTES":2,"captured":0}},
         {"id":"b","rank":1,"paths":{"staged":{"ops":1,"bytes":1}},"reasons":{}}]})",
       &counts);
@@ -161,6 +164,7 @@ TEST(BenchSteering, CountsAllCommunicators) {
   EXPECT_EQ(counts.staged, 6u);
   EXPECT_EQ(counts.nccl, 2u);
   EXPECT_EQ(counts.reasons, "below HOCCL_MIN_BYTES: 2");
+  EXPECT_EQ(counts.transport, "shm");
 }
 
 TEST(BenchSteering, AnUnsteeredCommunicatorSaysWhy) {

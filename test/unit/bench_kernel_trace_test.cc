@@ -1,10 +1,10 @@
-#include "tools/bench/kernel_trace.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
+
+#include "tools/bench/kernel_trace.h"
 
 namespace hoccl::bench {
 namespace {
@@ -32,7 +32,8 @@ class BenchKernelTrace : public testing::Test {
 
 TEST_F(BenchKernelTrace, CountsWhatNeedsAnSmInTheWindow) {
   writeEvents(10, 1000, R"(["kernel",50,60,0,0],["kernel",150,160,0,0],["HtoD",150,160,65536,0])");
-  writeEvents(11, 1000, R"(["DtoD",199,210,64,0],["kernel",200,210,0,0],["memset",110,111,65536,0])");
+  writeEvents(11, 1000,
+              R"(["DtoD",199,210,64,0],["kernel",200,210,0,0],["memset",110,111,65536,0])");
   writeEvents(99, 1000, R"(["memset",120,121,65537,0])");  // a mover
   const auto counts = count({{100, 200}, {300, 400}});
   EXPECT_EQ(counts[0], 3u);
@@ -65,8 +66,8 @@ TEST_F(BenchKernelTrace, AnEarlierSetsProcessesDoNotMatter) {
 
 TEST_F(BenchKernelTrace, DamagedFilesAreUnknown) {
   writeEvents(10, 1000, "");
-  for (const char* text : {"", "{", R"({"flushed_ns":1000,"events":[["kernel"]]})",
-                           R"({"flushed_ns":1000})"}) {
+  for (const char* text :
+       {"", "{", R"({"flushed_ns":1000,"events":[["kernel"]]})", R"({"flushed_ns":1000})"}) {
     write(11, text);
     EXPECT_FALSE(count({{100, 200}})[0]) << text;
   }

@@ -1,8 +1,8 @@
-#include "tools/bench/options.h"
-
 #include <gtest/gtest.h>
 
 #include <limits>
+
+#include "tools/bench/options.h"
 
 namespace hoccl::bench {
 namespace {

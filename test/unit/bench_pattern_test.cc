@@ -1,8 +1,8 @@
-#include "tools/bench/pattern.h"
-
 #include <gtest/gtest.h>
 
 #include <vector>
+
+#include "tools/bench/pattern.h"
 
 namespace hoccl::bench {
 namespace {
@@ -21,7 +21,8 @@ TEST(BenchPattern, FillMatchesItsBytes) {
   const auto data = filled(pattern, 0, kBytes);
   for (std::size_t i = 0; i < kBytes; ++i) ASSERT_EQ(data[i], pattern.at(i)) << i;
   // A later piece is the same bytes as that part of the whole.
-  EXPECT_EQ(filled(pattern, 64, 100), std::vector<std::uint8_t>(data.begin() + 64, data.begin() + 164));
+  EXPECT_EQ(filled(pattern, 64, 100),
+            std::vector<std::uint8_t>(data.begin() + 64, data.begin() + 164));
 }
 
 TEST(BenchPattern, RightBytesAreRight) {

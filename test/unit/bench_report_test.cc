@@ -1,5 +1,3 @@
-#include "tools/bench/report.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -7,6 +5,8 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+
+#include "tools/bench/report.h"
 
 namespace hoccl::bench {
 namespace {
@@ -58,8 +58,9 @@ TEST(BenchReport, WhatIsNotMeasuredIsADash) {
   row.launchP99Us.reset();
   row.kernels.reset();
   row.path = "";
-  EXPECT_EQ(words(tableRow(row)), (std::vector<std::string>{"1048576", "262144", "float", "21.50",
-                                                            "48.77", "48.77", "-", "-", "-", "-", "-"}));
+  EXPECT_EQ(words(tableRow(row)),
+            (std::vector<std::string>{"1048576", "262144", "float", "21.50", "48.77", "48.77", "-",
+                                      "-", "-", "-", "-"}));
 }
 
 TEST(BenchReport, HeadingIsAsWideAsARow) {
@@ -74,10 +75,10 @@ TEST(BenchReport, JsonRowHasTheSchema) {
   const auto json = rowJson(fullRow());
   std::vector<std::string> keys;
   for (const auto& [key, value] : json.items()) keys.push_back(key);
-  EXPECT_EQ(keys, (std::vector<std::string>{
-                      "schema", "impl", "op", "path", "transport", "device", "emulated", "ranks",
-                      "bytes", "dtype", "in_place", "iters", "time_us", "algbw_gbs", "busbw_gbs",
-                      "errors", "launch_us", "launch_p99_us", "kernels"}));
+  EXPECT_EQ(keys, (std::vector<std::string>{"schema", "impl", "op", "path", "transport", "device",
+                                            "emulated", "ranks", "bytes", "dtype", "in_place",
+                                            "iters", "time_us", "algbw_gbs", "busbw_gbs", "errors",
+                                            "launch_us", "launch_p99_us", "kernels"}));
   EXPECT_EQ(json["op"], "sendrecv");
   EXPECT_EQ(json["transport"], "shm");
   EXPECT_EQ(json["time_us"], 21.5);
@@ -94,8 +95,8 @@ TEST(BenchReport, WhatIsNotMeasuredIsNull) {
 }
 
 TEST(BenchReport, JsonFileIsWrittenWhole) {
-  const std::string folder = std::filesystem::temp_directory_path() /
-                             ("hoccl_bench_report_" + std::to_string(::getpid()));
+  const std::string folder =
+      std::filesystem::temp_directory_path() / ("hoccl_bench_report_" + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
   RunHeader header;
   header.kernel = "Linux 6.1";
@@ -120,8 +121,9 @@ TEST(BenchReport, JsonFileIsWrittenWhole) {
 TEST(BenchReport, ComparisonSetsEqualSizesSideBySide) {
   Row our = fullRow(), their = fullRow(), other = fullRow();
   their.timeUs = 43;
+  their.impl = other.impl = "nccl";
   other.bytes = 2 << 20;
-  const std::string text = comparisonTable("hoccl", "nccl over NET/Socket", {our}, {their, other});
+  const std::string text = comparisonTable("over NET/Socket", {our}, {their, other});
   EXPECT_NE(text.find("hoccl against nccl over NET/Socket"), std::string::npos);
   std::istringstream lines(text);
   std::string line, last;
@@ -129,6 +131,12 @@ TEST(BenchReport, ComparisonSetsEqualSizesSideBySide) {
   EXPECT_EQ(words(last), (std::vector<std::string>{"1048576", "21.50", "43.00", "48.77", "24.39",
                                                    "1.25", "1.25", "2.00"}));
   EXPECT_EQ(text.find("2097152"), std::string::npos);
+  EXPECT_EQ(comparisonTable("", {our}, {}), "");
+}
+
+TEST(BenchReport, NcclVersions) {
+  EXPECT_EQ(ncclVersionText(22809), "2.28.9");
+  EXPECT_EQ(ncclVersionText(21903), "2.19.3");
 }
 
 TEST(BenchReport, SummarySaysHowMuchWasSteered) {

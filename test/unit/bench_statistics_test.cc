@@ -1,6 +1,6 @@
-#include "tools/bench/statistics.h"
-
 #include <gtest/gtest.h>
+
+#include "tools/bench/statistics.h"
 
 namespace hoccl::bench {
 namespace {

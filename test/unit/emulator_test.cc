@@ -750,6 +750,23 @@ TEST(Emulator, PeersHaveNvlinkSpeed) {
         measure(stream, [&] { EXPECT_OK(CU(cuMemcpyAsync)(here, there, kBytes, stream)); });
     expectTime("push", push, 2 + 0.99 * kWire, 2.1 + 1.05 * kWire);
     expectTime("pull", pull, 8.7 + 0.99 * kWire, 8.8 + 1.05 * kWire);
+    // Two pushes out of one device share its link; a push and a pull use the two directions.
+    CUstream second = makeStream();
+    CUevent begin = nullptr, end = nullptr;
+    REQUIRE_OK(CU(cuEventCreate)(&begin, 0));
+    REQUIRE_OK(CU(cuEventCreate)(&end, 0));
+    const auto both = [&](CUdeviceptr to, CUdeviceptr from) {
+      return measure(stream, [&] {
+        EXPECT_OK(CU(cuEventRecord)(begin, stream));
+        EXPECT_OK(CU(cuStreamWaitEvent)(second, begin, 0));
+        EXPECT_OK(CU(cuMemcpyAsync)(there, here, kBytes, stream));
+        EXPECT_OK(CU(cuMemcpyAsync)(to, from, kBytes, second));
+        EXPECT_OK(CU(cuEventRecord)(end, second));
+        EXPECT_OK(CU(cuStreamWaitEvent)(stream, end, 0));
+      });
+    };
+    expectTime("two pushes", both(there, here), 2 + 1.98 * kWire, 2.1 + 2.1 * kWire);
+    expectTime("push and pull", both(here, there), 8.7 + 0.99 * kWire, 8.8 + 1.1 * kWire);
   });
 }
 
@@ -911,6 +928,37 @@ TEST(Emulator, EventsOrderStreams) {
     EXPECT_EQ(CU(cuEventElapsedTime)(&milliseconds, event, untimed), CUDA_ERROR_INVALID_HANDLE);
     EXPECT_OK(CU(cuEventDestroy)(event));
     EXPECT_EQ(CU(cuEventDestroy)(event), CUDA_ERROR_INVALID_HANDLE);
+  });
+}
+
+TEST(Emulator, NothingBeginsBeforeTheFlagItWaitsFor) {
+  isolated({{"EMUCUDA_DILATION", "1000"}}, [] {
+    openDevice();
+    constexpr std::size_t kBytes = 768 << 10;
+    constexpr double kAlone = 2.4 + kBytes / 55.4e3;  // us; as many ms of real time
+    const CUdeviceptr device = allocate(kBytes);
+    auto* host = pinned(kBytes);
+    auto* flag = reinterpret_cast<std::uint64_t*>(pinned(4096));
+    CUstream busy = makeStream(), stream = makeStream();
+    // The emulator's thread is held inside a kernel's body, so it sees the wait only after the
+    // flag.
+    static std::atomic<bool> holds{false}, release{false};
+    EXPECT_OK(CU(hocclEmuLaunchBody)(
+        busy, 0, 1,
+        [](void*) {
+          holds = true;
+          while (!release) std::this_thread::sleep_for(100us);
+        },
+        nullptr));
+    EXPECT_TRUE(eventually([&] { return holds.load(); }));
+    EXPECT_OK(CU(cuStreamWaitValue64)(stream, asDevice(flag), 1, CU_STREAM_WAIT_VALUE_GEQ));
+    EXPECT_OK(CU(cuMemcpyDtoHAsync)(host, device, kBytes, stream));
+    std::this_thread::sleep_for(10ms);
+    const std::uint64_t written = CU(hocclEmuNow)();
+    store(flag, 1);
+    release = true;
+    EXPECT_OK(CU(cuStreamSynchronize)(stream));
+    EXPECT_GE(static_cast<double>(CU(hocclEmuNow)() - written) / 1e3, kAlone);
   });
 }
 

@@ -4,6 +4,8 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <nccl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -396,6 +398,25 @@ TEST(NcclStandin, MismatchDeathAndAbortEndInBoundedTime) {
     RANK_CHECK(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(1000));
   });
   unsetenv("NCCLSTANDIN_TIMEOUT_MS");
+}
+
+TEST(NcclStandin, SilentStrangersHoldUpNobody) {
+  runRanks(1, [](const Nccl& nccl, int rank, ncclUniqueId id) {
+    sockaddr_in address;
+    std::memcpy(&address, id.internal + 8, sizeof address);
+    for (int i = 0; i < 4; ++i) {  // one of them says half a greeting
+      const int fd = socket(AF_INET, SOCK_STREAM, 0);
+      RANK_CHECK(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+      RANK_CHECK(i != 0 || send(fd, "1234567", 7, MSG_NOSIGNAL) == 7);
+    }
+    ncclComm_t comms[2];
+    const auto begin = std::chrono::steady_clock::now();
+    RANK_OK(nccl.ncclGroupStart());
+    for (int i = 0; i < 2; ++i) RANK_OK(nccl.ncclCommInitRank(&comms[i], 2, id, i));
+    RANK_OK(nccl.ncclGroupEnd());
+    RANK_CHECK(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(1500));
+    for (ncclComm_t comm : comms) RANK_OK(nccl.ncclCommDestroy(comm));
+  });
 }
 
 TEST(NcclStandin, WrongArgumentsAreRefusedAndSpoilOnlyTheirGroup) {

@@ -9,8 +9,8 @@
 
 namespace hoccl::bench {
 
-/// One of the two halves of a staged transfer alone, with nothing between them: rank 0 copies from its
-/// GPU to pinned host memory, rank 1 from pinned host memory to its GPU.
+/// One of the two halves of a staged transfer alone, with nothing between them: rank 0 copies from
+/// its GPU to pinned host memory, rank 1 from pinned host memory to its GPU.
 class BareCopies {
  public:
   BareCopies(RankDevice* device, StartPage* start, int rank, std::uint64_t timeoutMs)
@@ -20,9 +20,10 @@ class BareCopies {
   ~BareCopies();
 
   Status allocate(std::uint64_t maxBytes);
-  /// Both halves start together. Steady: `count` times `bytes` back to back; a half that is done goes
-  /// on copying until the other one is too, so that each is timed beside the other. Answers "ns".
-  /// Otherwise `count` single copies of `bytes`, each onto an idle stream. Answers "singleNs".
+  /// Both halves start together. Steady: `count` times `bytes` back to back; a half that is done
+  /// goes on copying until the other one is too, so that each is timed beside the other. Answers
+  /// "ns". Otherwise `count` single copies of `bytes`, each onto an idle stream. Answers
+  /// "singleNs".
   Status run(std::uint64_t bytes, int count, bool steady, nlohmann::json* answer);
 
  private:

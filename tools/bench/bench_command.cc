@@ -42,10 +42,12 @@ void addSizeOptions(CLI::App* command, bench::CommandLine* line) {
                       "largest size (default 256MiB; 16MiB on the emulated driver)");
   command->add_option("-f,--stepfactor", line->stepFactor, "factor from size to size (default 4)");
   command->add_option("-i,--stepbytes", line->stepBytes, "step from size to size, instead of -f");
-  command->add_option("-d,--datatype", line->dataType,
-                      "element type as nccl-tests names it; sets the count, not the bytes")
+  command
+      ->add_option("-d,--datatype", line->dataType,
+                   "element type as nccl-tests names it; sets the count, not the bytes")
       ->capture_default_str();
-  command->add_option("--offset", line->offset, "buffers start this many bytes into their allocation");
+  command->add_option("--offset", line->offset,
+                      "buffers start this many bytes into their allocation");
 }
 
 void addRunOptions(CLI::App* command, bench::CommandLine* line) {
@@ -62,8 +64,9 @@ void addRunOptions(CLI::App* command, bench::CommandLine* line) {
                     "let NCCL see the ranks on one node; else each has an NCCL_HOSTID of its own");
   command->add_option("--impl", line->impl, "what is measured: hoccl, nccl or bare")
       ->capture_default_str();
-  command->add_option("--compare", line->compare,
-                      "measure this as well and set it beside: nccl, bare or nccl,bare")
+  command
+      ->add_option("--compare", line->compare,
+                   "measure this as well and set it beside: nccl, bare or nccl,bare")
       ->delimiter(',');
   command->add_option("--json", line->jsonFile, "write the rows to this file");
   command->add_option("--timeout", line->timeoutSeconds,

@@ -23,7 +23,8 @@ std::string nvidiaDriverVersion() {
   text << file.rdbuf();
   const std::string content = text.str();
   std::smatch found;
-  return std::regex_search(content, found, std::regex(R"(\b\d{3,}\.\d+(\.\d+)?\b)")) ? found.str() : "";
+  return std::regex_search(content, found, std::regex(R"(\b\d{3,}\.\d+(\.\d+)?\b)")) ? found.str()
+                                                                                     : "";
 }
 
 std::string timestampText() {

@@ -16,7 +16,8 @@ constexpr std::uint64_t kLargeMemsetBytes = 64 << 10;
 
 std::string withPid(const std::string& pattern, const std::string& pid) {
   std::string path = pattern;
-  for (std::size_t at = path.find("%p"); at != std::string::npos; at = path.find("%p", at + pid.size()))
+  for (std::size_t at = path.find("%p"); at != std::string::npos;
+       at = path.find("%p", at + pid.size()))
     path.replace(at, 2, pid);
   return path;
 }
@@ -25,8 +26,8 @@ bool needsSm(const std::string& kind, std::uint64_t bytes) {
   return kind == "kernel" || kind == "DtoD" || (kind == "memset" && bytes > kLargeMemsetBytes);
 }
 
-/// One process's file: {"flushed_ns": n, "lost": n, "error": text, "events": [[kind, start, end, bytes,
-/// name], …]}. False where it does not cover the window.
+/// One process's file: {"flushed_ns": n, "lost": n, "error": text, "events": [[kind, start, end,
+/// bytes, name], …]}. False where it does not cover the window.
 bool addFile(const Json& file, const TimeWindow& window, std::uint64_t* sum) {
   if (!file.is_object() || file.value("flushed_ns", std::uint64_t{0}) < window.endNs ||
       file.value("lost", std::uint64_t{0}) != 0 || !file.value("error", std::string()).empty())

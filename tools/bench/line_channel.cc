@@ -19,8 +19,8 @@ Status LineChannel::send(const nlohmann::json& message, std::uint64_t timeoutMs)
   std::string line = message.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   const Deadline deadline = Deadline::afterMs(timeoutMs);
   for (std::size_t done = 0; done < line.size();) {
-    const ssize_t sent = ::send(socket_.get(), line.data() + done, line.size() - done,
-                                MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent =
+        ::send(socket_.get(), line.data() + done, line.size() - done, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent > 0) {
       done += static_cast<std::size_t>(sent);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -46,7 +46,8 @@ Status LineChannel::tryReceive(nlohmann::json* message, State* state) {
       const std::string line = buffer_.substr(0, std::min<std::size_t>(end, 80));
       buffer_.erase(0, end + 1);
       if (!message->is_object())
-        return Status::error(Code::Remote, fmt::format("a message that is no JSON object: {}", line));
+        return Status::error(Code::Remote,
+                             fmt::format("a message that is no JSON object: {}", line));
       *state = State::Message;
       return {};
     }

@@ -30,8 +30,8 @@ Status firstExisting(const std::string& program, const char* what, const char* f
     }
     tried.push_back(candidate);
   }
-  return Status::error(Code::System, fmt::format("{} not found; looked for {}", what,
-                                                 fmt::join(tried, ", ")));
+  return Status::error(Code::System,
+                       fmt::format("{} not found; looked for {}", what, fmt::join(tried, ", ")));
 }
 
 std::vector<std::string> globbed(const std::string& pattern) {
@@ -93,7 +93,8 @@ Status Locations::emulatorPath(std::string* folders) const {
   if (!status) return status;
   status = firstExisting(
       program_, "the stand-in NCCL", "libnccl.so.2",
-      {"../test/nccl-standin", "../" HOCCL_LIBDIR "/hoccl/emulator", "../lib/hoccl/emulator"}, &nccl);
+      {"../test/nccl-standin", "../" HOCCL_LIBDIR "/hoccl/emulator", "../lib/hoccl/emulator"},
+      &nccl);
   if (!status) return status;
   *folders = driver == nccl ? driver : driver + ":" + nccl;
   return {};

@@ -19,7 +19,8 @@ class Locations {
   [[nodiscard]] const std::string& program() const { return program_; }
   /// The preloaded steering library. Error: lists where it was looked for.
   Status shim(std::string* path) const;
-  /// Folders with the emulated libcuda.so.1 and the stand-in libnccl.so.2, "a:b" for LD_LIBRARY_PATH.
+  /// Folders with the emulated libcuda.so.1 and the stand-in libnccl.so.2, "a:b" for
+  /// LD_LIBRARY_PATH.
   Status emulatorPath(std::string* folders) const;
 
  private:
@@ -27,8 +28,9 @@ class Locations {
 };
 
 /// What to dlopen for NCCL, in this order: the value of HOCCL_NCCL_LIB alone where given, else
-/// "libnccl.so.2" (the loader's search path), then those of the Python installations in $VIRTUAL_ENV,
-/// $CONDA_PREFIX and beside the python3 of $PATH. `places` says where was looked, for an error.
+/// "libnccl.so.2" (the loader's search path), then those of the Python installations in
+/// $VIRTUAL_ENV, $CONDA_PREFIX and beside the python3 of $PATH. `places` says where was looked, for
+/// an error.
 std::vector<std::string> ncclCandidates(const std::string& configured, std::string* places);
 
 }  // namespace hoccl::bench

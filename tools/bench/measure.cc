@@ -20,9 +20,12 @@ struct Peers {
 
 Peers peersOf(Pattern pattern, int rank, int ranks) {
   switch (pattern) {
-    case Pattern::Oneway: return rank == 0 ? Peers{1, -1} : Peers{-1, 0};
-    case Pattern::Ring: return {(rank + 1) % ranks, (rank + ranks - 1) % ranks};
-    case Pattern::Bidir: return {rank ^ 1, rank ^ 1};
+    case Pattern::Oneway:
+      return rank == 0 ? Peers{1, -1} : Peers{-1, 0};
+    case Pattern::Ring:
+      return {(rank + 1) % ranks, (rank + ranks - 1) % ranks};
+    case Pattern::Bidir:
+      return {rank ^ 1, rank ^ 1};
   }
   return {};
 }
@@ -31,7 +34,7 @@ Peers peersOf(Pattern pattern, int rank, int ranks) {
 struct Counts {
   bool steeringKnown = false;
   std::uint64_t staged = 0, nccl = 0;
-  std::string reasons;
+  std::string reasons, transport;
   bool emulatorKnown = false;
   std::uint64_t kernels = 0, lateNs = 0;
 };
@@ -67,8 +70,8 @@ Status NcclMeasurement::transfer(std::uint64_t bytes, int count, const std::stri
                                  std::vector<double>* byRankNs, double* slowestNs) {
   setting_.progress(fmt::format("{}: {} bytes, {}", impl_, bytes, what));
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set_->askAll(stage(bytes, what),
-                                  {{"do", "transfer"}, {"bytes", bytes}, {"count", count}}, &answers));
+  HOCCL_RETURN_IF_ERROR(set_->askAll(
+      stage(bytes, what), {{"do", "transfer"}, {"bytes", bytes}, {"count", count}}, &answers));
   *slowestNs = 0;
   for (std::size_t i = 0; i < answers.size(); ++i) {
     const double ns = answers[i].at("ns").get<double>() / count;
@@ -81,13 +84,14 @@ Status NcclMeasurement::transfer(std::uint64_t bytes, int count, const std::stri
 Status NcclMeasurement::prepare(std::uint64_t bytes) {
   std::vector<Json> answers;
   return set_->askAll(stage(bytes, "filling the buffers"),
-                   {{"do", "prepare"}, {"bytes", bytes}, {"number", ++number_}}, &answers);
+                      {{"do", "prepare"}, {"bytes", bytes}, {"number", ++number_}}, &answers);
 }
 
 Status NcclMeasurement::verify(std::uint64_t bytes, std::uint64_t* wrong) {
   std::vector<Json> answers;
   HOCCL_RETURN_IF_ERROR(set_->askAll(stage(bytes, "comparing the received bytes"),
-                                  {{"do", "verify"}, {"bytes", bytes}, {"number", number_}}, &answers));
+                                     {{"do", "verify"}, {"bytes", bytes}, {"number", number_}},
+                                     &answers));
   for (const Json& answer : answers) *wrong += answer.at("wrong").get<std::uint64_t>();
   return {};
 }
@@ -113,6 +117,7 @@ Status NcclMeasurement::counts(Counts* out) {
       sum.staged += steering.at("staged").get<std::uint64_t>();
       sum.nccl += steering.at("nccl").get<std::uint64_t>();
       if (sum.reasons.empty()) sum.reasons = steering.at("reasons");
+      if (sum.transport.empty()) sum.transport = steering.at("transport");
     }
     // Every rank reports the whole session's counters: they are not added up.
     if (const Json& emulator = answer.at("emulator"); !emulator.is_null()) {
@@ -129,7 +134,8 @@ Status NcclMeasurement::launches(std::uint64_t bytes, int count, Row* row) {
   setting_.progress(fmt::format("{}: {} bytes, launch cost", impl_, bytes));
   std::vector<Json> answers;
   HOCCL_RETURN_IF_ERROR(set_->askAll(stage(bytes, "launch cost"),
-                                  {{"do", "launch"}, {"bytes", bytes}, {"count", count}}, &answers));
+                                     {{"do", "launch"}, {"bytes", bytes}, {"count", count}},
+                                     &answers));
   for (const Json& answer : answers) {
     const auto samples = answer.at("launchNs").get<std::vector<double>>();
     row->launchUs = std::max(row->launchUs.value_or(0), median(samples) / 1e3);
@@ -204,6 +210,7 @@ Status NcclMeasurement::size(std::uint64_t bytes, SetResult* result) {
     result->paths.steered += after.staged - before.staged;
     result->paths.total += after.staged + after.nccl - before.staged - before.nccl;
     result->reasons = after.reasons;
+    if (row.path == "staged" && !after.transport.empty()) row.transport = after.transport;
   }
   result->windows.push_back(window);
   result->rows.push_back(std::move(row));
@@ -216,8 +223,8 @@ Status guarded(Work&& work) {
   try {
     return work();
   } catch (const Json::exception& error) {
-    return Status::error(Code::Internal, fmt::format("a rank's answer is not as expected: {}",
-                                                     error.what()));
+    return Status::error(Code::Internal,
+                         fmt::format("a rank's answer is not as expected: {}", error.what()));
   }
 }
 
@@ -253,7 +260,7 @@ Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetR
     commands.front() = {{"do", "uniqueId"}};
     HOCCL_RETURN_IF_ERROR(set->ask("making the unique id", commands, &answers));
     return set->askAll("creating the communicator",
-                    {{"do", "connect"}, {"id", answers.front().at("id")}}, &answers);
+                       {{"do", "connect"}, {"id", answers.front().at("id")}}, &answers);
   });
 }
 
@@ -271,9 +278,9 @@ Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& i
 
 Status tryNcclSet(const Setting& setting, RankSet* set) {
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(
-      set->askAll("trying one transfer",
-               {{"do", "transfer"}, {"bytes", setting.options.sizes.front()}, {"count", 1}}, &answers));
+  HOCCL_RETURN_IF_ERROR(set->askAll(
+      "trying one transfer",
+      {{"do", "transfer"}, {"bytes", setting.options.sizes.front()}, {"count", 1}}, &answers));
   return set->finish();
 }
 
@@ -294,9 +301,9 @@ Status measureBareSet(const Setting& setting, RankSet* set,
     for (const std::uint64_t bytes : options.sizes) {
       setting.progress(fmt::format("bare copies: {} bytes", bytes));
       auto copies = [&](int count, bool steady) {
-        return set->askAll(fmt::format("{} bytes: {} copies", bytes, steady ? "steady" : "single"),
-                        {{"do", "copies"}, {"bytes", bytes}, {"count", count}, {"steady", steady}},
-                        &answers);
+        return set->askAll(
+            fmt::format("{} bytes: {} copies", bytes, steady ? "steady" : "single"),
+            {{"do", "copies"}, {"bytes", bytes}, {"count", count}, {"steady", steady}}, &answers);
       };
       HOCCL_RETURN_IF_ERROR(copies(std::max(options.warmup, 1), true));
       double estimate = 0;

@@ -39,8 +39,8 @@ struct SetResult {
   double worstLateShare = 0;
 };
 
-/// Opens the ranks of an NCCL set and connects them; `wantSteering` makes a rank whose ncclSend is not
-/// the steering library's an error.
+/// Opens the ranks of an NCCL set and connects them; `wantSteering` makes a rank whose ncclSend is
+/// not the steering library's an error.
 Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetResult* result);
 /// Measures every size; `rowDone` is called with each finished row.
 Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& impl,

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -41,15 +42,15 @@ Status NcclApi::load(const std::string& configuredLibrary, NcclApi* out) {
     errors += fmt::format("{}{}", errors.empty() ? "" : "; ", why ? why : candidate);
   }
   if (!handle)
-    return Status::error(Code::Unsupported,
-                         fmt::format("no NCCL could be loaded ({}); looked in {}. Set HOCCL_NCCL_LIB "
-                                     "to its libnccl.so.2",
-                                     errors, places));
+    return Status::error(
+        Code::Unsupported,
+        fmt::format("no NCCL could be loaded ({}); looked in {}. Set HOCCL_NCCL_LIB "
+                    "to its libnccl.so.2",
+                    errors, places));
   NcclApi api;
-#define X(name)                                                                              \
-  api.name = reinterpret_cast<decltype(api.name)>(::dlsym(RTLD_DEFAULT, #name));             \
-  if (!api.name)                                                                             \
-    return Status::error(Code::Unsupported, "the NCCL that was loaded lacks " #name);
+#define X(name)                                                                  \
+  api.name = reinterpret_cast<decltype(api.name)>(::dlsym(RTLD_DEFAULT, #name)); \
+  if (!api.name) return Status::error(Code::Unsupported, "the NCCL that was loaded lacks " #name);
   HOCCL_BENCH_NCCL_FUNCTIONS(X)
 #undef X
   api.library = fileOf(::dlsym(handle, "ncclSend"));
@@ -64,9 +65,10 @@ bool NcclApi::steered() const {
 
 Status NcclApi::error(const char* call, ncclResult_t result, ncclComm_t communicator) const {
   const char* last = ncclGetLastError(communicator);
-  return Status::error(Code::Remote, fmt::format("{} failed: {}{}{}", call,
-                                                 ncclGetErrorString(result),
-                                                 last && *last ? ": " : "", last ? last : ""));
+  const std::string name(call, std::strcspn(call, "("));
+  return Status::error(Code::Remote,
+                       fmt::format("{} failed: {}{}{}", name, ncclGetErrorString(result),
+                                   last && *last ? ": " : "", last ? last : ""));
 }
 
 Status parseSteeringCounts(const std::string& text, SteeringCounts* out) {
@@ -84,6 +86,9 @@ Status parseSteeringCounts(const std::string& text, SteeringCounts* out) {
     if (const auto text = communicator.find("why");
         why.empty() && text != communicator.end() && text->is_string())
       why = *text;
+    if (const auto text = communicator.find("transport");
+        text != communicator.end() && text->is_string())
+      counts.transport = *text;
     if (communicator.contains("reasons")) addReasons(communicator["reasons"], &reasons);
     if (!communicator.contains("paths") || !communicator["paths"].is_object()) continue;
     for (const auto& [name, path] : communicator["paths"].items()) {

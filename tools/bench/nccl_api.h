@@ -9,17 +9,17 @@
 namespace hoccl::bench {
 
 /// The NCCL functions the bench calls: X(name).
-#define HOCCL_BENCH_NCCL_FUNCTIONS(X)                                                          \
-  X(ncclGetVersion)                                                                            \
-  X(ncclGetUniqueId)                                                                           \
-  X(ncclCommInitRank)                                                                          \
-  X(ncclCommDestroy)                                                                           \
-  X(ncclCommGetAsyncError)                                                                     \
-  X(ncclGetErrorString)                                                                        \
-  X(ncclGetLastError)                                                                          \
-  X(ncclSend)                                                                                  \
-  X(ncclRecv)                                                                                  \
-  X(ncclGroupStart)                                                                            \
+#define HOCCL_BENCH_NCCL_FUNCTIONS(X) \
+  X(ncclGetVersion)                   \
+  X(ncclGetUniqueId)                  \
+  X(ncclCommInitRank)                 \
+  X(ncclCommDestroy)                  \
+  X(ncclCommGetAsyncError)            \
+  X(ncclGetErrorString)               \
+  X(ncclGetLastError)                 \
+  X(ncclSend)                         \
+  X(ncclRecv)                         \
+  X(ncclGroupStart)                   \
   X(ncclGroupEnd)
 
 /// NCCL as an application sees it: loaded globally and then resolved in the process's search order,
@@ -42,7 +42,8 @@ struct NcclApi {
 struct SteeringCounts {
   bool known = false;
   unsigned long long staged = 0, nccl = 0;
-  std::string reasons;  ///< why operations stayed with NCCL: "below HOCCL_MIN_BYTES: 12, …"
+  std::string transport;  ///< of the steered operations, where the library tells
+  std::string reasons;    ///< why operations stayed with NCCL: "below HOCCL_MIN_BYTES: 12, …"
 };
 /// Error: no such JSON.
 Status parseSteeringCounts(const std::string& json, SteeringCounts* out);

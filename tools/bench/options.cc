@@ -20,13 +20,13 @@ struct DataTypeAlias {
 };
 // The name shown is the first of each type, as nccl-tests prints it.
 constexpr DataTypeAlias kDataTypes[] = {
-    {"int8", {"int8", 1, ncclInt8}},          {"uint8", {"uint8", 1, ncclUint8}},
-    {"bytes", {"uint8", 1, ncclUint8}},       {"int32", {"int32", 4, ncclInt32}},
-    {"uint32", {"uint32", 4, ncclUint32}},    {"int64", {"int64", 8, ncclInt64}},
-    {"uint64", {"uint64", 8, ncclUint64}},    {"half", {"half", 2, ncclFloat16}},
-    {"fp16", {"half", 2, ncclFloat16}},       {"float", {"float", 4, ncclFloat32}},
-    {"fp32", {"float", 4, ncclFloat32}},      {"double", {"double", 8, ncclFloat64}},
-    {"fp64", {"double", 8, ncclFloat64}},     {"bfloat16", {"bfloat16", 2, ncclBfloat16}},
+    {"int8", {"int8", 1, ncclInt8}},         {"uint8", {"uint8", 1, ncclUint8}},
+    {"bytes", {"uint8", 1, ncclUint8}},      {"int32", {"int32", 4, ncclInt32}},
+    {"uint32", {"uint32", 4, ncclUint32}},   {"int64", {"int64", 8, ncclInt64}},
+    {"uint64", {"uint64", 8, ncclUint64}},   {"half", {"half", 2, ncclFloat16}},
+    {"fp16", {"half", 2, ncclFloat16}},      {"float", {"float", 4, ncclFloat32}},
+    {"fp32", {"float", 4, ncclFloat32}},     {"double", {"double", 8, ncclFloat64}},
+    {"fp64", {"double", 8, ncclFloat64}},    {"bfloat16", {"bfloat16", 2, ncclBfloat16}},
     {"bf16", {"bfloat16", 2, ncclBfloat16}},
 };
 
@@ -37,7 +37,8 @@ Status parseSize(const char* option, const std::string& text, std::uint64_t* out
   Status status = parseBytes(text, &value);
   if (!status) return bad(fmt::format("{} {}: {}", option, text, status.message()));
   if (value < 1 || value > kMaxBytes)
-    return bad(fmt::format("{} {}: allowed are 1 byte to {}", option, text, formatBytes(kMaxBytes)));
+    return bad(
+        fmt::format("{} {}: allowed are 1 byte to {}", option, text, formatBytes(kMaxBytes)));
   *out = value;
   return {};
 }
@@ -62,8 +63,8 @@ Status completeSizes(const CommandLine& line, bool emulated, Options* options) {
   if (line.maxBytes.empty()) last = std::max(first, last);
   if (line.minBytes.empty()) first = std::min(first, last);
   if (first > last)
-    return bad(fmt::format("--minbytes {} is larger than --maxbytes {}", line.minBytes,
-                           line.maxBytes));
+    return bad(
+        fmt::format("--minbytes {} is larger than --maxbytes {}", line.minBytes, line.maxBytes));
   if (!line.stepFactor.empty() && !line.stepBytes.empty())
     return bad("--stepfactor and --stepbytes exclude each other: give one");
   if (!line.stepBytes.empty()) {
@@ -114,9 +115,12 @@ Status completePattern(const CommandLine& line, Options* options) {
 
 const char* patternName(Pattern pattern) {
   switch (pattern) {
-    case Pattern::Oneway: return "oneway";
-    case Pattern::Ring: return "ring";
-    case Pattern::Bidir: return "bidir";
+    case Pattern::Oneway:
+      return "oneway";
+    case Pattern::Ring:
+      return "ring";
+    case Pattern::Bidir:
+      return "bidir";
   }
   return "unknown";
 }

@@ -63,8 +63,9 @@ Status sweepSizes(std::uint64_t first, std::uint64_t last, std::uint64_t factor,
 struct IterationPlan {
   int iters = 0, batches = 0, launches = 0;
 };
-/// What the user did not fix is chosen so that a size takes about `budgetNs`, given what one iteration
-/// of the warm-up took, within 2 to 20 iterations, 3 to 5 batches and 10 to 200 launch samples.
+/// What the user did not fix is chosen so that a size takes about `budgetNs`, given what one
+/// iteration of the warm-up took, within 2 to 20 iterations, 3 to 5 batches and 10 to 200 launch
+/// samples.
 IterationPlan planIterations(const Options& options, double iterationNs, double budgetNs);
 
 }  // namespace hoccl::bench

@@ -6,8 +6,8 @@
 namespace hoccl::bench {
 namespace {
 
-// Any odd constants with well spread bits serve: the pattern must be fast and must not repeat at the
-// distances a copy can go wrong by, it need not be random.
+// Any odd constants with well spread bits serve: the pattern must be fast and must not repeat at
+// the distances a copy can go wrong by, it need not be random.
 constexpr std::uint64_t kSpread = 0x9e3779b97f4a7c15u;
 constexpr std::uint64_t kMix = 0xd6e8feb86659fd93u;
 

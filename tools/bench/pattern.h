@@ -5,8 +5,8 @@
 
 namespace hoccl::bench {
 
-/// The bytes a sending rank puts into a buffer: each depends on the seed and on its position, so that
-/// bytes of another rank, another iteration or another place do not pass for right ones.
+/// The bytes a sending rank puts into a buffer: each depends on the seed and on its position, so
+/// that bytes of another rank, another iteration or another place do not pass for right ones.
 struct BytePattern {
   std::uint64_t seed = 0;
 
@@ -14,8 +14,8 @@ struct BytePattern {
   static BytePattern of(int rank, std::uint64_t transfer);
 
   [[nodiscard]] std::uint8_t at(std::uint64_t position) const;
-  /// Writes positions [first, first + bytes) to `out`; inverted gives the poison, which differs from
-  /// the right value in every byte. `first` is a multiple of 8.
+  /// Writes positions [first, first + bytes) to `out`; inverted gives the poison, which differs
+  /// from the right value in every byte. `first` is a multiple of 8.
   void fill(std::uint64_t first, std::size_t bytes, std::uint8_t* out, bool inverted = false) const;
   /// Bytes of `data`, which holds positions [first, first + bytes), that are wrong. `first` is a
   /// multiple of 8. `firstWrong` receives the lowest wrong position, where there is one.

@@ -61,7 +61,7 @@ Status RankDevice::open(int wanted) {
 }
 
 Status RankDevice::drain(std::uint64_t timeoutMs, const std::function<Status()>& failed) {
-  constexpr std::uint64_t kYieldNs = 2000000;     // then sleeps: two cores may have to do all the work
+  constexpr std::uint64_t kYieldNs = 2000000;  // then sleeps: two cores may have to do all the work
   constexpr std::uint64_t kAskEveryNs = 1000000;
   const std::uint64_t start = monotonicNs();
   std::uint64_t asked = start;
@@ -75,8 +75,8 @@ Status RankDevice::drain(std::uint64_t timeoutMs, const std::function<Status()>&
       HOCCL_RETURN_IF_ERROR(failed());
     }
     if (now - start > timeoutMs * 1000000)
-      return Status::error(Code::Timeout, fmt::format("the stream did not become idle within {} ms",
-                                                      timeoutMs));
+      return Status::error(Code::Timeout,
+                           fmt::format("the stream did not become idle within {} ms", timeoutMs));
     if (now - start < kYieldNs)
       ::sched_yield();
     else

@@ -60,11 +60,15 @@ std::vector<std::string> RankEnvironment::applyTo(const std::vector<std::string>
   if (!hostId.empty()) assign(&environment, "NCCL_HOSTID", hostId);
   if (!libraryPath.empty()) {
     const std::string before = valueOf(base, "LD_LIBRARY_PATH");
-    assign(&environment, "LD_LIBRARY_PATH", before.empty() ? libraryPath : libraryPath + ":" + before);
+    assign(&environment, "LD_LIBRARY_PATH",
+           before.empty() ? libraryPath : libraryPath + ":" + before);
   }
   for (const std::string& entry : extra) {
     const std::size_t equals = entry.find('=');
-    assign(&environment, entry.substr(0, equals), entry.substr(equals + 1));
+    if (equals == std::string::npos)
+      remove(&environment, entry);
+    else
+      assign(&environment, entry.substr(0, equals), entry.substr(equals + 1));
   }
   return environment;
 }

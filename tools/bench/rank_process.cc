@@ -23,8 +23,8 @@ namespace {
 using Json = nlohmann::json;
 
 Json deviceJson(const DeviceInfo& info) {
-  return {{"name", info.name},         {"index", info.index},       {"count", info.count},
-          {"cuda", info.cudaVersion},  {"emulated", info.emulated}, {"dilation", info.dilation}};
+  return {{"name", info.name},        {"index", info.index},       {"count", info.count},
+          {"cuda", info.cudaVersion}, {"emulated", info.emulated}, {"dilation", info.dilation}};
 }
 
 /// One rank's state between commands.
@@ -50,7 +50,8 @@ class RankProcess {
         return transfers_->transfer(command.at("bytes"), command.at("count"), answer);
       if (what == "verify")
         return transfers_->verify(command.at("bytes"), command.at("number"), answer);
-      if (what == "launch") return transfers_->launch(command.at("bytes"), command.at("count"), answer);
+      if (what == "launch")
+        return transfers_->launch(command.at("bytes"), command.at("count"), answer);
       if (what == "counts") return transfers_->counts(answer);
     }
     return Status::error(Code::Internal, fmt::format("a rank was asked to '{}'", what));

@@ -10,7 +10,8 @@ inline constexpr int kRankPageFd = 4;
 /// Returns the exit status. It is killed when the process `parent`, which started it, dies.
 ///
 /// Messages are JSON objects, one a line. The bench sends {"do": "open" | "uniqueId" | "connect" |
-/// "prepare" | "transfer" | "verify" | "launch" | "counts" | "copies" | "finish", …}; the rank answers
+/// "prepare" | "transfer" | "verify" | "launch" | "counts" | "copies" | "finish", …}; the rank
+/// answers
 /// {"ok": true, …} or {"error": text}, and before that any number of {"stage": text}.
 int runRankProcess(int parent);
 

@@ -78,9 +78,9 @@ Status RankSet::spawn(const RankSetPlan& plan, std::size_t index) {
   std::vector<std::string> arguments{plan.program};
   arguments.insert(arguments.end(), plan.arguments.begin(), plan.arguments.end());
   Rank& rank = ranks_[index];
-  const int error = ::posix_spawn(&rank.pid, plan.program.c_str(), &actions, nullptr,
-                                  pointers(arguments).data(),
-                                  pointers(plan.environments[index]).data());
+  const int error =
+      ::posix_spawn(&rank.pid, plan.program.c_str(), &actions, nullptr, pointers(arguments).data(),
+                    pointers(plan.environments[index]).data());
   ::posix_spawn_file_actions_destroy(&actions);
   if (error != 0) {
     rank.pid = -1;
@@ -164,9 +164,13 @@ Status RankSet::failureStatus() const {
   for (std::size_t i = 0; i < ranks_.size(); ++i) {
     const Rank& rank = ranks_[i];
     if (rank.failure.empty() && !rank.pending) continue;
+    const std::string what =
+        !rank.failure.empty()
+            ? rank.failure
+            : fmt::format("(pid {}) has been silent for {:.1f} s", rank.pid,
+                          static_cast<double>(monotonicNs() - rank.heardNs) / 1e9);
     text += fmt::format("{}rank {} of the {} set {} [stage: {}]", text.empty() ? "" : "\n  ", i,
-                        name_, rank.failure.empty() ? "did not answer either" : rank.failure,
-                        rank.stage);
+                        name_, what, rank.stage);
   }
   return Status::error(Code::Remote, text);
 }
@@ -227,7 +231,8 @@ Status RankSet::finish() {
     bool good = false;
     const std::string end = endOf(&rank, timeoutMs_, &good);
     if (end.empty()) {
-      rank.failure = fmt::format("(pid {}) did not exit within {} s", rank.pid, timeoutMs_ / 1000.0);
+      rank.failure =
+          fmt::format("(pid {}) did not exit within {} s", rank.pid, timeoutMs_ / 1000.0);
     } else if (!good) {
       rank.failure = end;
     }
@@ -244,8 +249,8 @@ std::string RankSet::output() const {
   std::string text;
   if (!output_) return text;
   char piece[16384];
-  for (ssize_t got; (got = ::pread(output_.get(), piece, sizeof piece,
-                                   static_cast<off_t>(text.size()))) > 0;)
+  for (ssize_t got;
+       (got = ::pread(output_.get(), piece, sizeof piece, static_cast<off_t>(text.size()))) > 0;)
     text.append(piece, static_cast<std::size_t>(got));
   return text;
 }

@@ -17,9 +17,9 @@ namespace hoccl::bench {
 
 /// How the processes of a rank set are started.
 struct RankSetPlan {
-  std::string name;                    ///< for messages: "hoccl", "nccl", "bare"
-  std::string program;                 ///< executable
-  std::vector<std::string> arguments;  ///< after the program's name
+  std::string name;                                    ///< for messages: "hoccl", "nccl", "bare"
+  std::string program;                                 ///< executable
+  std::vector<std::string> arguments;                  ///< after the program's name
   std::vector<std::vector<std::string>> environments;  ///< one per rank
   std::uint64_t timeoutMs = 60000;  ///< longest silence of a rank that has something to do
   bool captureOutput = false;       ///< keep what ranks write to standard output, see output()
@@ -35,9 +35,9 @@ class RankSet {
   ~RankSet();
 
   [[nodiscard]] int size() const { return static_cast<int>(ranks_.size()); }
-  /// Sends rank i `commands[i]` (null: nothing for that rank) and waits for all answers. `stage` says
-  /// for messages what the ranks do meanwhile. Error: names every rank that failed, ended or stayed
-  /// silent for the timeout, with its last stage; the set is then killed and of no more use.
+  /// Sends rank i `commands[i]` (null: nothing for that rank) and waits for all answers. `stage`
+  /// says for messages what the ranks do meanwhile. Error: names every rank that failed, ended or
+  /// stayed silent for the timeout, with its last stage; the set is then killed and of no more use.
   Status ask(const std::string& stage, const std::vector<nlohmann::json>& commands,
              std::vector<nlohmann::json>* answers);
   /// The same command for all.

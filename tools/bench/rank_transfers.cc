@@ -17,9 +17,9 @@ constexpr std::uint64_t kGuardBytes = 4096;
 
 }  // namespace
 
-#define HOCCL_BENCH_NCCL(call)                                                \
-  do {                                                                        \
-    const ncclResult_t result_ = nccl_.call;                                  \
+#define HOCCL_BENCH_NCCL(call)                                                     \
+  do {                                                                             \
+    const ncclResult_t result_ = nccl_.call;                                       \
     if (result_ != ncclSuccess) return nccl_.error(#call, result_, communicator_); \
   } while (false)
 
@@ -41,7 +41,8 @@ Status RankTransfers::uniqueId(nlohmann::json* answer) {
   ncclUniqueId id{};
   HOCCL_BENCH_NCCL(ncclGetUniqueId(&id));
   std::string text;
-  for (const char byte : id.internal) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+  for (const char byte : id.internal)
+    text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
   (*answer)["id"] = text;
   return {};
 }
@@ -72,8 +73,8 @@ Status RankTransfers::prepare(std::uint64_t bytes, std::uint64_t number) {
   if (plan_.sendTo >= 0)
     HOCCL_RETURN_IF_ERROR(device_->upload(send_.at(plan_.offset), bytes, sent(number), false));
   if (plan_.receiveFrom >= 0)
-    HOCCL_RETURN_IF_ERROR(device_->upload(receive_.at(plan_.offset), bytes + kGuardBytes,
-                                          expected(number), true));
+    HOCCL_RETURN_IF_ERROR(
+        device_->upload(receive_.at(plan_.offset), bytes + kGuardBytes, expected(number), true));
   return {};
 }
 
@@ -120,17 +121,19 @@ Status RankTransfers::verify(std::uint64_t bytes, std::uint64_t number, nlohmann
         device_->countWrong(receive_.at(plan_.offset), bytes, right, &wrong, &first));
     std::array<std::uint8_t, kGuardBytes> guard;
     const Driver* driver = device_->driver();
-    HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuMemcpyDtoH(guard.data(), receive_.at(plan_.offset) + bytes,
-                                                        guard.size())));
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+        driver, cuMemcpyDtoH(guard.data(), receive_.at(plan_.offset) + bytes, guard.size())));
     for (std::uint64_t i = 0; i < kGuardBytes; ++i) {
       if (guard[i] == static_cast<std::uint8_t>(~right.at(bytes + i))) continue;
       if (wrong++ == 0) first = bytes + i;
     }
     if (wrong > 0)
-      std::fprintf(stderr, "hoccl bench: rank %d: %llu wrong bytes of %llu from rank %d, the first at %llu\n",
-                   plan_.rank, static_cast<unsigned long long>(wrong),
-                   static_cast<unsigned long long>(bytes), plan_.receiveFrom,
-                   static_cast<unsigned long long>(first));
+      std::fprintf(
+          stderr,
+          "hoccl bench: rank %d: %llu wrong bytes of %llu from rank %d, the first at %llu\n",
+          plan_.rank, static_cast<unsigned long long>(wrong),
+          static_cast<unsigned long long>(bytes), plan_.receiveFrom,
+          static_cast<unsigned long long>(first));
   }
   (*answer)["wrong"] = wrong;
   return {};
@@ -154,11 +157,14 @@ Status RankTransfers::counts(nlohmann::json* answer) {
   HOCCL_RETURN_IF_ERROR(readSteeringCounts(&steering));
   (*answer)["steering"] = nullptr;
   if (steering.known)
-    (*answer)["steering"] = {
-        {"staged", steering.staged}, {"nccl", steering.nccl}, {"reasons", steering.reasons}};
+    (*answer)["steering"] = {{"staged", steering.staged},
+                             {"nccl", steering.nccl},
+                             {"transport", steering.transport},
+                             {"reasons", steering.reasons}};
   const EmulatorCounters emulator = device_->emulatorCounters();
   (*answer)["emulator"] = nullptr;
-  if (emulator.known) (*answer)["emulator"] = {{"kernels", emulator.kernels}, {"lateNs", emulator.lateNs}};
+  if (emulator.known)
+    (*answer)["emulator"] = {{"kernels", emulator.kernels}, {"lateNs", emulator.lateNs}};
   return {};
 }
 

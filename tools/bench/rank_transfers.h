@@ -22,8 +22,8 @@ struct RankPlan {
   std::string ncclLibrary;
 };
 
-/// A rank's communicator, buffers and transfers. Every method is one command of the bench and leaves
-/// its results in `answer`.
+/// A rank's communicator, buffers and transfers. Every method is one command of the bench and
+/// leaves its results in `answer`.
 class RankTransfers {
  public:
   RankTransfers(RankDevice* device, StartPage* start, RankPlan plan)
@@ -41,11 +41,14 @@ class RankTransfers {
   Status prepare(std::uint64_t bytes, std::uint64_t number);
   /// `count` transfers back to back, all ranks starting together. Answers "ns".
   Status transfer(std::uint64_t bytes, int count, nlohmann::json* answer);
-  /// Answers "wrong": bytes that are not what transfer `number` had to bring, or were written past it.
+  /// Answers "wrong": bytes that are not what transfer `number` had to bring, or were written past
+  /// it.
   Status verify(std::uint64_t bytes, std::uint64_t number, nlohmann::json* answer);
-  /// `count` transfers, each onto an idle stream. Answers "launchNs": the time inside the NCCL calls.
+  /// `count` transfers, each onto an idle stream. Answers "launchNs": the time inside the NCCL
+  /// calls.
   Status launch(std::uint64_t bytes, int count, nlohmann::json* answer);
-  /// Answers "steering" (staged, nccl, reasons) and "emulator" (kernels, lateNs), null where unknown.
+  /// Answers "steering" (staged, nccl, transport, reasons) and "emulator" (kernels, lateNs), null
+  /// where unknown.
   Status counts(nlohmann::json* answer);
   Status close();
 

@@ -45,28 +45,34 @@ std::string tableHeading() {
 }
 
 std::string tableRow(const Row& row) {
-  return fmt::format(fmt::runtime(kRowFormat), row.bytes, row.count, row.dtype,
-                     cell(row.timeUs, 2), cell(row.algbwGbs(), 2), cell(row.busbwGbs(), 2),
-                     cell(row.errors), cell(row.launchUs, 2), cell(row.launchP99Us, 2),
-                     cell(row.kernels), row.path.empty() ? "-" : row.path);
+  return fmt::format(fmt::runtime(kRowFormat), row.bytes, row.count, row.dtype, cell(row.timeUs, 2),
+                     cell(row.algbwGbs(), 2), cell(row.busbwGbs(), 2), cell(row.errors),
+                     cell(row.launchUs, 2), cell(row.launchP99Us, 2), cell(row.kernels),
+                     row.path.empty() ? "-" : row.path);
 }
 
-std::string comparisonTable(const std::string& ourName, const std::string& theirName,
-                            const std::vector<Row>& ours, const std::vector<Row>& theirs) {
-  constexpr const char* format = "{:>12} {:>12} {:>12} {:>9} {:>9} {:>12} {:>12} {:>8}\n";
-  std::string text = fmt::format("#\n# {} against {}; ratio: {}'s algbw over {}'s\n", ourName,
-                                 theirName, ourName, theirName);
-  text += fmt::format(format, "#      bytes", "time 1 (us)", "time 2 (us)", "GB/s 1", "GB/s 2",
-                      "launch 1", "launch 2", "ratio");
+std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
+                            const std::vector<Row>& theirs) {
+  if (ours.empty() || theirs.empty()) return "";
+  constexpr const char* format = "{:>12} {:>11} {:>11} {:>12} {:>12} {:>13} {:>13} {:>7}\n";
+  const std::string &a = ours.front().impl, &b = theirs.front().impl;
+  std::string text = fmt::format("#\n# {} against {}{}{}\n", a, b, about.empty() ? "" : " ", about);
+  text += fmt::format(format, "#      bytes", a + "(us)", b + "(us)", a + "(GB/s)", b + "(GB/s)",
+                      a + " launch", b + " launch", "ratio");
   for (const Row& our : ours)
     for (const Row& their : theirs) {
       if (our.bytes != their.bytes) continue;
-      const auto a = our.algbwGbs(), b = their.algbwGbs();
-      text += fmt::format(format, our.bytes, cell(our.timeUs, 2), cell(their.timeUs, 2), cell(a, 2),
-                          cell(b, 2), cell(our.launchUs, 2), cell(their.launchUs, 2),
-                          a && b ? fmt::format("{:.2f}", *a / *b) : "-");
+      const auto mine = our.algbwGbs(), other = their.algbwGbs();
+      text +=
+          fmt::format(format, our.bytes, cell(our.timeUs, 2), cell(their.timeUs, 2), cell(mine, 2),
+                      cell(other, 2), cell(our.launchUs, 2), cell(their.launchUs, 2),
+                      mine && other ? fmt::format("{:.2f}", *mine / *other) : "-");
     }
   return text;
+}
+
+std::string ncclVersionText(int version) {
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
 std::string summaryLine(std::optional<std::uint64_t> errors, const PathCounts* paths) {
@@ -124,7 +130,7 @@ Json reportJson(const RunHeader& header, const std::vector<Row>& rows) {
   head["kernel"] = textOrNull(header.kernel);
   head["driver"] = textOrNull(header.driver);
   head["cuda"] = header.cudaVersion ? Json(header.cudaVersion) : Json();
-  head["nccl"] = header.ncclVersion ? Json(header.ncclVersion) : Json();
+  head["nccl"] = textOrNull(header.nccl);
   head["device"] = textOrNull(header.device);
   head["emulated"] = header.emulated;
   head["dilation"] = header.emulated ? Json(header.dilation) : Json();

@@ -33,8 +33,8 @@ struct Row {
 
 /// What the figures were taken on; the JSON file's header object.
 struct RunHeader {
-  std::string version, commit, host, kernel, driver, device, timestamp, command;
-  int cudaVersion = 0, ncclVersion = 0;
+  std::string version, commit, host, kernel, driver, device, nccl, timestamp, command;
+  int cudaVersion = 0;
   bool emulated = false;
   double dilation = 1;
 };
@@ -42,8 +42,11 @@ struct RunHeader {
 std::string tableHeading();
 std::string tableRow(const Row& row);
 /// Sizes both sides have, side by side with the ratio of their bandwidths (ours over theirs).
-std::string comparisonTable(const std::string& ourName, const std::string& theirName,
-                            const std::vector<Row>& ours, const std::vector<Row>& theirs);
+/// `about` says more about the other side than its rows' impl, "over NET/Socket".
+std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
+                            const std::vector<Row>& theirs);
+/// 22809 as "2.28.9".
+std::string ncclVersionText(int version);
 
 /// Operations by path, summed over ranks.
 struct PathCounts {

@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
 
 #include "common/base/config.h"
 #include "common/base/host_identity.h"
@@ -46,6 +49,29 @@ class Progress {
   bool shown_ = false;
 };
 
+/// A temporary folder that goes with everything in it.
+class ScratchFolder {
+ public:
+  ScratchFolder() = default;
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  ~ScratchFolder() {
+    std::error_code ignored;
+    if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
+  }
+  Status create() {
+    const char* base = std::getenv("TMPDIR");
+    std::string name = std::string(base && *base ? base : "/tmp") + "/hoccl-bench-XXXXXX";
+    if (!::mkdtemp(name.data())) return Status::fromErrno("mkdtemp " + name, errno);
+    path_ = name;
+    return {};
+  }
+  [[nodiscard]] const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
 class SendRecvBench {
  public:
   explicit SendRecvBench(std::string command) : command_(std::move(command)) {}
@@ -71,6 +97,7 @@ class SendRecvBench {
   Setting setting_;
   std::string emulatorPath_, whyEmulated_, shim_, ncclTransport_;
   int sets_ = 0;
+  ScratchFolder scratch_;
   Progress progress_;
   RunHeader header_;
   std::vector<Row> allRows_;
@@ -114,6 +141,7 @@ Status SendRecvBench::chooseDevice() {
   whyEmulated_ = real.message();
   HOCCL_RETURN_IF_ERROR(locations_.emulatorPath(&emulatorPath_)
                             .inContext(fmt::format("no GPU ({}), and no emulator", whyEmulated_)));
+  HOCCL_RETURN_IF_ERROR(scratch_.create());
   return probe(emulatorPath_, &setting_.device);
 }
 
@@ -135,6 +163,8 @@ RankSetPlan SendRecvBench::plan(const std::string& impl) {
       environment.hostId = fmt::format("hoccl-bench-{}-{}", ::getpid(), rank);
     if (setting_.device.emulated) {
       // One session a set: its processes share the emulated GPUs, and its counters start at zero.
+      // Its file would stay behind where ranks are killed; so it lies in a folder of ours.
+      if (!scratch_.path().empty()) environment.extra.push_back("TMPDIR=" + scratch_.path());
       if (!std::getenv("EMUCUDA_SESSION"))
         environment.extra.push_back(fmt::format("EMUCUDA_SESSION=bench-{}-{}", ::getpid(), sets_));
       if (!std::getenv("EMUCUDA_DEVICES"))
@@ -156,8 +186,9 @@ void SendRecvBench::printHeader() {
   const DeviceInfo& device = setting_.device;
   progress_.clear();
   if (device.emulated) {
-    say(fmt::format("# emulated driver: model time, not a measurement of hardware (dilation {:g})\n",
-                    device.dilation));
+    say(fmt::format(
+        "# emulated driver: model time, not a measurement of hardware (dilation {:g})\n",
+        device.dilation));
     if (!whyEmulated_.empty()) {
       say(fmt::format("# because: {}\n", whyEmulated_));
     }
@@ -174,16 +205,17 @@ void SendRecvBench::printHeader() {
 Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
   std::unique_ptr<RankSet> set;
   HOCCL_RETURN_IF_ERROR(RankSet::start(plan(impl), &set));
-  if (impl != "bare") HOCCL_RETURN_IF_ERROR(openNcclSet(setting_, set.get(), impl == "hoccl", result));
+  if (impl != "bare")
+    HOCCL_RETURN_IF_ERROR(openNcclSet(setting_, set.get(), impl == "hoccl", result));
   progress_.clear();
   std::string about;
   if (impl == "bare") {
     about = "the two copies alone, one process each: GPU to pinned host, pinned host to GPU";
   } else {
-    about = fmt::format("NCCL {} from {}", result->ncclVersion, result->ncclFile);
+    header_.nccl = ncclVersionText(result->ncclVersion);
+    about = fmt::format("NCCL {} from {}", header_.nccl, result->ncclFile);
     if (impl == "hoccl") about = fmt::format("{}, {}", shim_, about);
     if (impl == "nccl" && !ncclTransport_.empty()) about += ", transport " + ncclTransport_;
-    header_.ncclVersion = result->ncclVersion;
   }
   say(fmt::format("#\n# impl {}: {}\n", impl, about));
   // A tracer's files are whole only when the processes have ended; then the rows come all at once.
@@ -193,8 +225,9 @@ Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
     progress_.clear();
     if (pattern.empty()) say(tableRow(row));
   };
-  HOCCL_RETURN_IF_ERROR(impl == "bare" ? measureBareSet(setting_, set.get(), rowDone, result)
-                                       : measureNcclSet(setting_, set.get(), impl, rowDone, result));
+  HOCCL_RETURN_IF_ERROR(impl == "bare"
+                            ? measureBareSet(setting_, set.get(), rowDone, result)
+                            : measureNcclSet(setting_, set.get(), impl, rowDone, result));
   progress_.clear();
   for (Row& row : result->rows)
     if (impl == "nccl" && !ncclTransport_.empty()) row.transport = ncclTransport_;
@@ -207,9 +240,10 @@ Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
   }
   allRows_.insert(allRows_.end(), result->rows.begin(), result->rows.end());
   if (result->worstLateShare > kLateShareWorthSaying)
-    say(fmt::format("# this CPU took up to {:.0f}% of the time longer than the modelled copies: raise "
-                    "EMUCUDA_DILATION (now {:g}) for truer model time\n",
-                    result->worstLateShare * 100, setting_.device.dilation));
+    say(fmt::format(
+        "# this CPU was slower than the modelled copies, by up to {:.0f}% of a size's time: "
+        "raise EMUCUDA_DILATION (now {:g}) for truer model time\n",
+        result->worstLateShare * 100, setting_.device.dilation));
   return {};
 }
 
@@ -220,8 +254,7 @@ Status SendRecvBench::lookAtTransport() {
   trial.captureOutput = true;
   for (std::vector<std::string>& environment : trial.environments) {
     RankEnvironment debug;
-    debug.extra = {"NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=INIT,NET,P2P,SHM",
-                   "NCCL_DEBUG_FILE=/dev/stdout"};
+    debug.extra = {"NCCL_DEBUG=INFO", "NCCL_DEBUG_SUBSYS=INIT,NET,P2P,SHM", "NCCL_DEBUG_FILE"};
     environment = debug.applyTo(environment);
   }
   Setting small = setting_;
@@ -244,15 +277,10 @@ std::vector<Row> rowsOfPath(const std::vector<Row>& rows, const std::string& pat
 
 void SendRecvBench::printComparisons(const SetResult& main, const SetResult& nccl,
                                      const SetResult& bare) {
-  const std::string& impl = setting_.options.impl;
-  if (!nccl.rows.empty()) {
-    const std::string transport = ncclTransport_.empty() ? "" : " over " + ncclTransport_;
-    say(comparisonTable(impl, "nccl" + transport, main.rows, nccl.rows));
-  }
-  if (!bare.rows.empty()) {
-    say(comparisonTable(impl, "bare copies, steady", main.rows, rowsOfPath(bare.rows, "steady")));
-    say(comparisonTable(impl, "bare copies, single", main.rows, rowsOfPath(bare.rows, "single")));
-  }
+  say(comparisonTable(ncclTransport_.empty() ? "" : "over " + ncclTransport_, main.rows,
+                      nccl.rows));
+  for (const char* path : {"steady", "single"})
+    say(comparisonTable(fmt::format("({})", path), main.rows, rowsOfPath(bare.rows, path)));
 }
 
 int SendRecvBench::run(const CommandLine& line) {
@@ -268,12 +296,12 @@ int SendRecvBench::run(const CommandLine& line) {
     return fail(kUsage, status);
   const Options& options = setting_.options;
   if (options.sameNode && !setting_.device.emulated && setting_.device.count < options.ranks)
-    return fail(kUsage, Status::error(Code::InvalidArgument,
-                                      fmt::format("--same-node with {} ranks needs {} GPUs, here {} "
-                                                  "can be used: NCCL refuses two ranks of one node "
-                                                  "on one GPU",
-                                                  options.ranks, options.ranks,
-                                                  setting_.device.count)));
+    return fail(kUsage,
+                Status::error(Code::InvalidArgument,
+                              fmt::format("--same-node with {} ranks needs {} GPUs, here {} "
+                                          "can be used: NCCL refuses two ranks of one node "
+                                          "on one GPU",
+                                          options.ranks, options.ranks, setting_.device.count)));
   header_.version = versionText();
   header_.commit = commitText();
   header_.host = shortHostName();

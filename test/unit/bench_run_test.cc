@@ -1,0 +1,219 @@
+// The program itself, on the emulated driver and the stand-in NCCL of this build tree.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "common/base/time.h"
+#include "tools/bench/rank_environment.h"
+
+namespace hoccl::bench {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string contents(const fs::path& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+/// Processes that have `parent` as theirs.
+std::vector<pid_t> childrenOf(pid_t parent) {
+  std::vector<pid_t> children;
+  for (const auto& entry : fs::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const std::string stat = contents(entry.path() / "stat");
+    const std::size_t end = stat.rfind(')');
+    char state = 0;
+    int ppid = 0;
+    if (end != std::string::npos &&
+        std::sscanf(stat.c_str() + end + 1, " %c %d", &state, &ppid) == 2 && ppid == parent &&
+        state != 'Z')
+      children.push_back(std::stoi(name));
+  }
+  return children;
+}
+
+template <typename Condition>
+bool within(int seconds, Condition condition) {
+  const Deadline deadline = Deadline::afterMs(static_cast<std::uint64_t>(seconds) * 1000);
+  while (!condition()) {
+    if (deadline.passed()) return false;
+    ::usleep(5000);
+  }
+  return true;
+}
+
+bool running(pid_t pid) {
+  const std::string stat = contents("/proc/" + std::to_string(pid) + "/stat");
+  return !stat.empty() && stat[stat.rfind(')') + 2] != 'Z';
+}
+
+class BenchRun : public testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(fs::exists(kProgram)) << kProgram << " is not built";
+    folder_ = fs::temp_directory_path() / ("hoccl_bench_run_" + std::to_string(::getpid()));
+    fs::create_directories(folder_);
+  }
+  void TearDown() override {
+    if (pid_ > 0) {
+      ::kill(pid_, SIGKILL);
+      ::waitpid(pid_, nullptr, 0);
+    }
+    fs::remove_all(folder_);
+  }
+
+  void start(std::vector<std::string> arguments, const std::vector<std::string>& variables = {}) {
+    arguments.insert(arguments.begin(), {kProgram, "bench", "sendrecv"});
+    RankEnvironment environment;
+    environment.extra = {"HOCCL_EMULATE=always", "TMPDIR=" + folder_.string()};
+    environment.extra.insert(environment.extra.end(), variables.begin(), variables.end());
+    const auto entries = environment.applyTo(ownEnvironment());
+    std::vector<char*> argv, envp;
+    for (const auto& text : arguments) argv.push_back(const_cast<char*>(text.c_str()));
+    for (const auto& text : entries) envp.push_back(const_cast<char*>(text.c_str()));
+    argv.push_back(nullptr);
+    envp.push_back(nullptr);
+    posix_spawn_file_actions_t actions;
+    ::posix_spawn_file_actions_init(&actions);
+    for (const auto& [fd, name] : {std::pair{1, "out"}, std::pair{2, "err"}})
+      ::posix_spawn_file_actions_addopen(&actions, fd, (folder_ / name).c_str(),
+                                         O_CREAT | O_TRUNC | O_WRONLY, 0600);
+    ASSERT_EQ(::posix_spawn(&pid_, kProgram, &actions, nullptr, argv.data(), envp.data()), 0);
+    ::posix_spawn_file_actions_destroy(&actions);
+  }
+  /// The exit status, or -1 when it was killed or did not end in time.
+  int wait(int seconds = 50) {
+    int state = 0;
+    if (!within(seconds, [&] { return ::waitpid(pid_, &state, WNOHANG) == pid_; })) return -1;
+    pid_ = -1;
+    return WIFEXITED(state) ? WEXITSTATUS(state) : -1;
+  }
+  /// Waits until the ranks measure; their process ids.
+  std::vector<pid_t> measuringRanks() {
+    EXPECT_TRUE(within(30, [&] { return out().find("# impl") != std::string::npos; })) << err();
+    return childrenOf(pid_);
+  }
+  std::string out() const { return contents(folder_ / "out"); }
+  std::string err() const { return contents(folder_ / "err"); }
+  nlohmann::json rows() const {
+    return nlohmann::json::parse(contents(folder_ / "rows.json"))["rows"];
+  }
+  std::string jsonFile() const { return (folder_ / "rows.json").string(); }
+
+  static constexpr const char* kProgram = HOCCL_TEST_BUILD_DIR "/tools/hoccl";
+  // Enough work that a test can interfere with it.
+  const std::vector<std::string> kLong{"-b", "64K",  "-e",        "64K",
+                                       "-n", "1000", "--batches", "10000"};
+  fs::path folder_;
+  pid_t pid_ = -1;
+};
+
+TEST_F(BenchRun, SteersAndChecksEveryByte) {
+  start({"-b", "64K", "-e", "1M", "-n", "3", "--batches", "2", "--offset", "1", "--json",
+         jsonFile()});
+  ASSERT_EQ(wait(), 0) << out() << err();
+  EXPECT_EQ(out().rfind("# emulated driver: model time, not a measurement of hardware", 0), 0u);
+  EXPECT_NE(out().find("# errors: 0  # steered: all\n"), std::string::npos) << out() << err();
+  ASSERT_EQ(rows().size(), 3u);
+  for (const auto& row : rows()) {
+    EXPECT_EQ(row["impl"], "hoccl");
+    EXPECT_EQ(row["path"], "staged");
+    EXPECT_EQ(row["errors"], 0);
+    EXPECT_EQ(row["kernels"], 0);
+    EXPECT_EQ(row["emulated"], true);
+    EXPECT_GT(row["time_us"], 0);
+    EXPECT_GT(row["launch_us"], 0);
+  }
+  // Nothing stays behind: only what this test made.
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_), {}), 3) << "out, err, rows.json";
+}
+
+TEST_F(BenchRun, ComparesWithNcclAndBareCopies) {
+  start({"-b", "128K", "-e", "128K", "-n", "2", "--batches", "2", "-g", "2", "--pattern", "bidir",
+         "--compare", "nccl,bare", "--json", jsonFile()});
+  ASSERT_EQ(wait(), 0) << out() << err();
+  std::vector<std::string> measured;
+  for (const auto& row : rows())
+    measured.push_back(row["impl"].get<std::string>() + " " + row["path"].get<std::string>());
+  EXPECT_EQ(measured,
+            (std::vector<std::string>{"hoccl staged", "nccl nccl", "bare steady", "bare single"}));
+  for (const char* line :
+       {"# hoccl against nccl", "# hoccl against bare (steady)", "# hoccl against bare (single)"})
+    EXPECT_NE(out().find(line), std::string::npos) << line << " is not in: " << out();
+}
+
+TEST_F(BenchRun, WrongBytesAreCountedAndFail) {
+  // A stand-in that moves nothing leaves the poison in the receive buffer.
+  start({"--impl", "nccl", "-b", "1000", "-e", "1000", "-n", "1", "--json", jsonFile()},
+        {"NCCLSTANDIN_MOVE=0"});
+  EXPECT_EQ(wait(), 1) << out() << err();
+  // One checked transfer and one look after the timed ones.
+  EXPECT_EQ(rows()[0]["errors"], 2000);
+  EXPECT_NE(out().find("# errors: 2000\n"), std::string::npos) << out();
+  EXPECT_NE(err().find("rank 1"), std::string::npos) << err();
+}
+
+TEST_F(BenchRun, SaysWhatWasNotSteered) {
+  start({"-b", "4K", "-e", "4K", "-n", "2", "--batches", "1"});
+  ASSERT_EQ(wait(), 0) << out() << err();
+  EXPECT_NE(out().find("# steered: 0 of "), std::string::npos) << out();
+  EXPECT_NE(out().find("# why not steered: "), std::string::npos) << out();
+}
+
+TEST_F(BenchRun, AKilledRankEndsTheRun) {
+  start(kLong);
+  const auto ranks = measuringRanks();
+  ASSERT_EQ(ranks.size(), 2u);
+  ::kill(ranks[1], SIGKILL);
+  EXPECT_EQ(wait(20), 1) << out() << err();
+  EXPECT_NE(err().find("was killed by signal 9"), std::string::npos) << err();
+  EXPECT_NE(err().find(std::to_string(ranks[1])), std::string::npos) << err();
+  EXPECT_NE(err().find("65536 bytes: "), std::string::npos) << err();
+  EXPECT_FALSE(running(ranks[0]));
+}
+
+TEST_F(BenchRun, ASilentRankEndsTheRun) {
+  std::vector<std::string> arguments = kLong;
+  arguments.insert(arguments.end(), {"--timeout", "2"});
+  start(arguments);
+  const auto ranks = measuringRanks();
+  ASSERT_EQ(ranks.size(), 2u);
+  ::kill(ranks[1], SIGSTOP);
+  EXPECT_EQ(wait(20), 1) << out() << err();
+  EXPECT_NE(err().find("(pid " + std::to_string(ranks[1]) + ") has been silent for"),
+            std::string::npos)
+      << err();
+  EXPECT_NE(err().find("65536 bytes: "), std::string::npos) << err();
+  for (const pid_t pid : ranks) EXPECT_FALSE(running(pid));
+}
+
+TEST_F(BenchRun, RanksEndWithTheProgram) {
+  start(kLong);
+  const auto ranks = measuringRanks();
+  ASSERT_EQ(ranks.size(), 2u);
+  ::kill(pid_, SIGKILL);
+  wait(10);
+  for (const pid_t pid : ranks) EXPECT_TRUE(within(10, [&] { return !running(pid); })) << pid;
+}
+
+TEST_F(BenchRun, UsageErrorsRunNothing) {
+  start({"-n", "0"});
+  EXPECT_EQ(wait(), 2);
+  EXPECT_EQ(out(), "");
+  EXPECT_NE(err().find("--iters 0"), std::string::npos) << err();
+}
+
+}  // namespace
+}  // namespace hoccl::bench
