@@ -323,6 +323,10 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
     open.real = true;
     return false;
   }
+  if (comm->settingUp.load(std::memory_order_acquire)) {
+    // An application that did not wait for its non-blocking communicator: the verdict has to come first.
+    if (*result = finishSetups({comm}); *result != ncclSuccess) return true;
+  }
   const std::size_t element = typeBytes(type);
   const std::uint64_t bytes = element * count;
   const Driver* driver = nullptr;

@@ -196,7 +196,10 @@ void MoverControl::advanceAttempts() {
     }
     if (state == Handshake::State::Done) established(handshake.take());
     if (state == Handshake::State::Failed) {
-      logWarn("a connection to this mover was not made: {}", handshake.status().message());
+      // A peer that closed has kept this side's connection instead, or is gone, which its link tells.
+      const Status why = handshake.status();
+      logf(why.code() == Code::Remote ? LogLevel::Debug : LogLevel::Warn,
+           "a connection to this mover was not made: {}", why.message());
     }
     position = accepting_.erase(position);
   }

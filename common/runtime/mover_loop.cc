@@ -515,7 +515,8 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
 
 void MoverLoop::onReady(Link& link, const Message& message) {
   Communicator* communicator = byId(message.communicator);
-  const bool known = communicator && message.source == communicator->info.rank &&
+  const bool known = communicator && !communicator->failed &&
+                     message.source == communicator->info.rank &&
                      message.destination >= 0 &&
                      static_cast<std::size_t>(message.destination) < communicator->pairs.size();
   if (!known) {
