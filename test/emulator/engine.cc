@@ -339,25 +339,28 @@ void Scheduler::startChunk(Transfer* transfer) {
   transfer->moved = 0;
   const std::int64_t latency = transfer->first ? toReal(work.latencyNs) : 0;
   const std::int64_t busy = toReal(work.nsPerByte * static_cast<double>(transfer->chunk));
-  std::int64_t start = std::max(transfer->chunkReadyAt, transfer->engineFreeAt);
+  const std::int64_t ready = std::max(transfer->chunkReadyAt, transfer->engineFreeAt);
   switch (work.path) {
     case Path::D2H:
-    case Path::H2D:
-      start = session::reserve(work.physical, work.path == Path::D2H ? Link::D2H : Link::H2D, start,
-                               latency + busy);
+    case Path::H2D: {
+      const Link link = work.path == Path::D2H ? Link::D2H : Link::H2D;
+      const std::int64_t start = session::reserve(work.physical, link, ready, latency + busy);
+      transfer->deadline = start + latency + busy;
       break;
-    case Path::P2P:
-      // The latency is the engine's; only the bytes occupy the links.
-      start = session::reserve(work.sourcePhysical, Link::NvlinkOut, start, busy);
-      start = session::reserve(work.peerPhysical, Link::NvlinkIn, start, busy);
+    }
+    case Path::P2P: {
+      // The latency is the engine's own; only the bytes occupy the links.
+      const std::int64_t out =
+          session::reserve(work.sourcePhysical, Link::NvlinkOut, ready + latency, busy);
+      transfer->deadline = session::reserve(work.peerPhysical, Link::NvlinkIn, out, busy) + busy;
       break;
+    }
     default:
-      break;
+      transfer->deadline = ready + latency + busy;
   }
-  transfer->deadline = start + latency + busy;
   // With random delays, half of the copies move their bytes at the modelled end instead of the
   // beginning, so that neither an early reader nor an early writer gets away with it.
-  transfer->moveFrom = settings().delayUs > 0 && (random_() & 1) != 0 ? transfer->deadline : start;
+  transfer->moveFrom = settings().delayUs > 0 && (random_() & 1) != 0 ? transfer->deadline : ready;
 }
 
 /// Moves one slice of every running transfer and ends the chunks that are due.

@@ -26,6 +26,7 @@ Row fullRow() {
   row.errors = 0;
   row.launchUs = 1.25;
   row.launchP99Us = 3.5;
+  row.launchIdleUs = 7.5;
   row.kernels = 0;
   return row;
 }
@@ -48,7 +49,7 @@ TEST(BenchReport, BandwidthIsBytesByTime) {
 TEST(BenchReport, TableRowHasEveryColumn) {
   EXPECT_EQ(words(tableRow(fullRow())),
             (std::vector<std::string>{"1048576", "262144", "float", "21.50", "48.77", "48.77", "0",
-                                      "1.25", "3.50", "0", "staged"}));
+                                      "1.25", "3.50", "7.50", "0", "staged"}));
 }
 
 TEST(BenchReport, WhatIsNotMeasuredIsADash) {
@@ -56,11 +57,12 @@ TEST(BenchReport, WhatIsNotMeasuredIsADash) {
   row.errors.reset();
   row.launchUs.reset();
   row.launchP99Us.reset();
+  row.launchIdleUs.reset();
   row.kernels.reset();
   row.path = "";
   EXPECT_EQ(words(tableRow(row)),
             (std::vector<std::string>{"1048576", "262144", "float", "21.50", "48.77", "48.77", "-",
-                                      "-", "-", "-", "-"}));
+                                      "-", "-", "-", "-", "-"}));
 }
 
 TEST(BenchReport, HeadingIsAsWideAsARow) {
@@ -78,7 +80,8 @@ TEST(BenchReport, JsonRowHasTheSchema) {
   EXPECT_EQ(keys, (std::vector<std::string>{"schema", "impl", "op", "path", "transport", "device",
                                             "emulated", "ranks", "bytes", "dtype", "in_place",
                                             "iters", "time_us", "algbw_gbs", "busbw_gbs", "errors",
-                                            "launch_us", "launch_p99_us", "kernels"}));
+                                            "launch_us", "launch_p99_us", "launch_idle_us",
+                                            "kernels"}));
   EXPECT_EQ(json["op"], "sendrecv");
   EXPECT_EQ(json["transport"], "shm");
   EXPECT_EQ(json["time_us"], 21.5);
@@ -90,7 +93,7 @@ TEST(BenchReport, WhatIsNotMeasuredIsNull) {
   row.impl = "bare";
   const auto json = rowJson(row);
   for (const char* key : {"path", "transport", "time_us", "algbw_gbs", "busbw_gbs", "errors",
-                          "launch_us", "launch_p99_us", "kernels"})
+                          "launch_us", "launch_p99_us", "launch_idle_us", "kernels"})
     EXPECT_TRUE(json[key].is_null()) << key;
 }
 

@@ -140,6 +140,8 @@ Status NcclMeasurement::launches(std::uint64_t bytes, int count, Row* row) {
     const auto samples = answer.at("launchNs").get<std::vector<double>>();
     row->launchUs = std::max(row->launchUs.value_or(0), median(samples) / 1e3);
     row->launchP99Us = std::max(row->launchP99Us.value_or(0), percentile(samples, 99) / 1e3);
+    const auto idle = answer.at("launchIdleNs").get<std::vector<double>>();
+    row->launchIdleUs = std::max(row->launchIdleUs.value_or(0), median(idle) / 1e3);
   }
   return {};
 }

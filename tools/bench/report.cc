@@ -28,7 +28,7 @@ std::string cell(const std::optional<std::uint64_t>& value) {
 }
 
 constexpr const char* kRowFormat =
-    "{:>12} {:>12} {:>9} {:>11} {:>8} {:>8} {:>8} {:>10} {:>8} {:>8}  {}\n";
+    "{:>12} {:>12} {:>9} {:>11} {:>8} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8}  {}\n";
 
 }  // namespace
 
@@ -39,16 +39,16 @@ std::optional<double> Row::algbwGbs() const {
 
 std::string tableHeading() {
   return fmt::format(fmt::runtime(kRowFormat), "#      bytes", "count", "type", "time", "algbw",
-                     "busbw", "#wrong", "launch", "p99", "kernels", "path") +
+                     "busbw", "#wrong", "launch", "p99", "idle", "kernels", "path") +
          fmt::format(fmt::runtime(kRowFormat), "#           ", "", "", "(us)", "(GB/s)", "(GB/s)",
-                     "", "(us)", "(us)", "", "");
+                     "", "(us)", "(us)", "(us)", "", "");
 }
 
 std::string tableRow(const Row& row) {
   return fmt::format(fmt::runtime(kRowFormat), row.bytes, row.count, row.dtype, cell(row.timeUs, 2),
                      cell(row.algbwGbs(), 2), cell(row.busbwGbs(), 2), cell(row.errors),
-                     cell(row.launchUs, 2), cell(row.launchP99Us, 2), cell(row.kernels),
-                     row.path.empty() ? "-" : row.path);
+                     cell(row.launchUs, 2), cell(row.launchP99Us, 2), cell(row.launchIdleUs, 2),
+                     cell(row.kernels), row.path.empty() ? "-" : row.path);
 }
 
 std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
@@ -112,6 +112,7 @@ Json rowJson(const Row& row) {
   json["errors"] = orNull(row.errors);
   json["launch_us"] = orNull(row.launchUs);
   json["launch_p99_us"] = orNull(row.launchP99Us);
+  json["launch_idle_us"] = orNull(row.launchIdleUs);
   json["kernels"] = orNull(row.kernels);
   return json;
 }

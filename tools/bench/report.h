@@ -23,7 +23,7 @@ struct Row {
   int iters = 0;  ///< timed iterations, all batches together
   std::optional<double> timeUs;
   std::optional<std::uint64_t> errors;
-  std::optional<double> launchUs, launchP99Us;
+  std::optional<double> launchUs, launchP99Us, launchIdleUs;
   std::optional<std::uint64_t> kernels;
 
   /// GB/s (1e9 bytes a second). A send/recv's bus bandwidth is its algorithm bandwidth.

@@ -32,7 +32,7 @@ void receive(Buffer& buffer, int peer, ncclComm_t comm, CUstream stream) {
   buffer.fetch(stream);
 }
 
-void finish(const Rank&, ncclComm_t comm) {
+void finish(ncclComm_t comm) {
   sayStats();
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
@@ -71,7 +71,7 @@ void sizes(const Rank& rank) {
     awaitStream(stream, "halves");
     buffer.requirePattern(seedOf(0, 99), "float32 met by bfloat16");
   }
-  finish(rank, comm);
+  finish(comm);
 }
 
 /// Both ways in one group, again and again on the same buffers.
@@ -95,7 +95,7 @@ void bothWays(const Rank& rank) {
       in.requirePattern(seedOf(peer, n), fmt::format("{} bytes both ways", shape.bytes));
     }
   }
-  finish(rank, comm);
+  finish(comm);
   CUdevice device = 0;
   HocclEmuCounters counters{};
   if (!cuda().sessionCounters || cuda().sessionCounters(device, &counters) != CUDA_SUCCESS) return;
@@ -119,7 +119,7 @@ void ring(const Rank& rank) {
     awaitStream(stream, "ring");
     in.requirePattern(seedOf(rank.previous(), n), "ring");
   }
-  finish(rank, comm);
+  finish(comm);
 }
 
 /// Several streams at once, everything enqueued before anything is waited for.
@@ -151,7 +151,7 @@ void streams(const Rank& rank) {
   for (std::size_t n = 0; n < in.size(); ++n) {
     in[n]->requirePattern(seedOf(peer, n), fmt::format("transfer {} of several streams", n));
   }
-  finish(rank, comm);
+  finish(comm);
 }
 
 /// One side comes long before the other. A receive must not be released before its bytes are there,
@@ -183,7 +183,7 @@ void late(const Rank& rank) {
       ++n;
     }
   }
-  finish(rank, comm);
+  finish(comm);
 }
 
 /// Hundreds of operations in flight from both sides; nobody waits before the last is enqueued.
@@ -213,40 +213,50 @@ void manyInFlight(const Rank& rank) {
   for (std::size_t n = 0; n < count; ++n) {
     in[n]->requirePattern(seedOf(peer, n), fmt::format("transfer {} of {}", n, count));
   }
-  finish(rank, comm);
+  finish(comm);
 }
 
-/// Independent flows do not hold each other up: a receive whose sender does not come yet, and a send
-/// whose receiver does not, leave everything else going.
+/// Independent flows do not hold each other up: a receive whose sender does not come for long and a
+/// large send whose receiver does not, each on a communicator of its own, leave a third one going.
 void independent(const Rank& rank) {
-  ncclComm_t comm = rank.communicator("world"), other = rank.communicator("other");
-  CUstream held = newStream(), free = newStream();
+  ncclComm_t busy = rank.communicator("busy");
+  ncclComm_t noSender = rank.communicator("noSender"), noReceiver = rank.communicator("noReceiver");
+  CUstream stream = newStream(), held = newStream();
   const int peer = 1 - rank.rank;
-  Buffer waiting(500001, 1), filler(8 << 20, 0);
-  // The peer's half of this comes last. Larger than what goes ahead of a receive, so it stays.
-  Buffer large(96 << 20, 3);
+  Buffer small(500001, 1);
+  Buffer large(96 << 20, 3);  // more than can go ahead of its receive
   if (rank.rank == 0) {
-    receive(waiting, 1, other, held);
+    receive(small, 1, noSender, held);
   } else {
-    sendPattern(large, seedOf(1, 1000), 0, other, held);
+    sendPattern(large, seedOf(1, 1, 1), 0, noReceiver, held);
   }
   Buffer out(2000003, 1), in(2000003, 2);
   for (std::uint64_t n = 0; n < 5; ++n) {
-    out.fill(seedOf(rank.rank, n), free);
-    in.poison(free);
+    out.fill(seedOf(rank.rank, n), stream);
+    in.poison(stream);
     REQUIRE_NCCL(nccl().ncclGroupStart());
-    REQUIRE_NCCL(nccl().ncclSend(out.data(), out.bytes(), ncclUint8, peer, comm, free));
-    REQUIRE_NCCL(nccl().ncclRecv(in.data(), in.bytes(), ncclUint8, peer, comm, free));
+    REQUIRE_NCCL(nccl().ncclSend(out.data(), out.bytes(), ncclUint8, peer, busy, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(in.data(), in.bytes(), ncclUint8, peer, busy, stream));
     REQUIRE_NCCL(nccl().ncclGroupEnd());
-    in.fetch(free);
-    awaitStream(free, "beside a flow that waits");
-    in.requirePattern(seedOf(peer, n), "beside a flow that waits");
+    in.fetch(stream);
+    awaitStream(stream, "beside flows that wait");
+    in.requirePattern(seedOf(peer, n), "beside flows that wait");
   }
-  finish(rank, comm);
-  say("through", "1");
-  // The receive above takes the first send of its pair, whatever its size: both are of that size.
-  REQUIRE_NCCL(nccl().ncclCommAbort(other));
-  awaitStream(held, "after the abort", 5000);
+  requireBusy(held, 1, "the flow that waits");
+  rank.barrier("went by");
+  if (rank.rank == 0) {
+    receive(large, 1, noReceiver, stream);
+    awaitStream(stream, "the late receive");
+    large.requirePattern(seedOf(1, 1, 1), "the late receive");
+    awaitStream(held, "the late send");
+    small.requirePattern(seedOf(1, 2, 1), "the late send");
+  } else {
+    sendPattern(small, seedOf(1, 2, 1), 0, noSender, stream);
+    awaitStream(stream, "the late send");
+    awaitStream(held, "the late receive");
+  }
+  for (ncclComm_t comm : {noSender, noReceiver}) REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+  finish(busy);
 }
 
 }  // namespace

@@ -1,0 +1,122 @@
+// What stays with NCCL, what is counted, and what a steered call costs the application thread.
+
+#include <gtest/gtest.h>
+
+#include "test/e2e/harness.h"
+
+namespace e2e {
+namespace {
+
+TEST(Calls, CapturedOperationsAreNccls) {
+  Job job("capture", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.callCount(rank, "ncclSend"), 6);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=300001 "), 6);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " depth=1 "), 3);
+    EXPECT_EQ(job.callCount(rank, "ncclRecv"), 6);
+    const auto comm = job.stats(rank)["communicators"][0];
+    EXPECT_EQ(comm["reasons"]["nccl-capture"], 12) << comm;
+    EXPECT_EQ(comm["paths"]["staged"]["ops"], 4) << comm;
+  }
+}
+
+TEST(Calls, WhatNcclRefusesOrIgnoresReachesIt) {
+  Job job("oddCalls", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    for (const char* peer : {" peer=-1 ", " peer=2 ", " peer=1000000 "}) {
+      EXPECT_EQ(job.callCount(rank, "ncclSend", peer), 1) << peer;
+      EXPECT_EQ(job.callCount(rank, "ncclRecv", peer), 1) << peer;
+    }
+    for (const char* type : {" dtype=99 ", " dtype=-1 "}) {
+      EXPECT_EQ(job.callCount(rank, "ncclSend", type), 1) << type;
+      EXPECT_EQ(job.callCount(rank, "ncclRecv", type), 1) << type;
+    }
+    EXPECT_EQ(job.callCount(rank, rank == 0 ? "ncclSend" : "ncclRecv", " bytes=0 dtype=7 "), 1);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=65535 "), 1);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=65536 "), 0);
+    EXPECT_EQ(job.stats(rank)["communicators"][0]["paths"]["staged"]["ops"], 2);
+  }
+}
+
+TEST(Calls, CountersAgreeWithWhatWasDone) {
+  Job job("counters", 2);
+  job.env("HOCCL_STATS", "1").finish();
+  for (int rank : {0, 1}) {
+    for (const auto& comm : job.stats(rank, "before")["communicators"]) {
+      EXPECT_EQ(comm["paths"]["staged"]["ops"], 0);
+      EXPECT_EQ(comm["paths"]["nccl"]["ops"], 0);
+    }
+    // Also after the communicators have gone.
+    for (const char* when : {"alive", "stats"}) {
+      const nlohmann::json comms = job.stats(rank, when)["communicators"];
+      ASSERT_EQ(comms.size(), 2u) << job.transcript();
+      EXPECT_NE(comms[0]["id"], comms[1]["id"]);
+      EXPECT_EQ(comms[0]["rank"], rank);
+      EXPECT_EQ(comms[0]["ranks"], 2);
+      EXPECT_EQ(comms[0]["why"], "");
+      EXPECT_EQ(comms[0]["paths"]["staged"]["ops"], 6);
+      EXPECT_EQ(comms[0]["paths"]["staged"]["bytes"], 6 * 300001);
+      EXPECT_EQ(comms[0]["paths"]["nccl"]["ops"], 4);
+      EXPECT_EQ(comms[0]["paths"]["nccl"]["bytes"], 4 * 1003);
+      EXPECT_EQ(comms[0]["reasons"], (nlohmann::json{{"nccl-small", 4}}));
+      EXPECT_EQ(comms[1]["paths"]["staged"]["ops"], 2);
+      EXPECT_EQ(comms[1]["paths"]["staged"]["bytes"], 2 * 65536);
+      EXPECT_EQ(comms[1]["paths"]["nccl"]["ops"], 0);
+    }
+    const std::string id = job.stats(rank)["communicators"][0]["id"];
+    const std::string errors = job.errors(rank);
+    const std::size_t line = errors.find("hoccl stats: communicator " + id);
+    ASSERT_NE(line, std::string::npos) << errors;
+    const std::string text = errors.substr(line, errors.find('\n', line) - line);
+    EXPECT_NE(text.find("staged 6 ops 1800006 bytes"), std::string::npos) << text;
+    EXPECT_NE(text.find("nccl-small 4 ops 4012 bytes"), std::string::npos) << text;
+  }
+}
+
+TEST(Calls, WithoutStatsNothingIsPrinted) {
+  Job job("counters", 2);
+  job.finish();
+  for (int rank : {0, 1}) EXPECT_EQ(job.errors(rank), "");
+}
+
+TEST(Calls, StrictTurnsAnUnsteeredOperationIntoAnError) {
+  Job job("strict", 2);
+  // Two ranks of one node.
+  job.env(1, "NCCL_HOSTID", "e2e-node-0").env("HOCCL_STRICT", "1").finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.said(rank, "result"), "5") << job.transcript();  // ncclInvalidUsage
+    const std::string error = job.said(rank, "error");
+    for (const char* part : {"HOCCL_STRICT", "300001 bytes", "no two ranks are on different nodes"}) {
+      EXPECT_NE(error.find(part), std::string::npos) << error;
+    }
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=1003 "), 2);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=300001 "), 1);  // the one to itself
+  }
+}
+
+TEST(Calls, StrictPassesWhatIsSteeredAndWhatCannotBe) {
+  for (const char* scenario : {"capture", "oddCalls", "mixed"}) {
+    SCOPED_TRACE(scenario);
+    Job job(scenario, 2);
+    job.env("HOCCL_STRICT", "1").finish();
+  }
+}
+
+TEST(Calls, WarmSteeredCallsNeitherAllocateNorLockNorEnterTheKernel) {
+#if E2E_SANITIZED
+  GTEST_SKIP() << "a sanitizer has its own malloc";
+#endif
+  Job job("launchPath", 2);
+  job.finish(60);
+  EXPECT_GT(std::atoi(job.said(0, "seen").c_str()), 0) << "the watch sees nothing";
+  EXPECT_EQ(job.said(0, "allocations"), "0");
+  EXPECT_EQ(job.said(0, "locks"), "0");
+#if defined(__x86_64__)
+  EXPECT_EQ(job.said(0, "systemCalls"), "0") << "the first is " << job.said(0, "firstSystemCall");
+#endif
+}
+
+}  // namespace
+}  // namespace e2e

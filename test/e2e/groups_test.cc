@@ -1,0 +1,63 @@
+// Groups of steered operations and NCCL's.
+
+#include <gtest/gtest.h>
+
+#include "test/e2e/harness.h"
+
+namespace e2e {
+namespace {
+
+TEST(Groups, SteeredSmallAndAllReduce) {
+  Job job("mixed", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    // NCCL has got what is its own, inside the group, and nothing else.
+    for (const char* function : {"ncclSend", "ncclRecv"}) {
+      EXPECT_EQ(job.callCount(rank, function), 2);
+      EXPECT_EQ(job.callCount(rank, function, " bytes=1003 "), 2);
+      EXPECT_EQ(job.callCount(rank, function, " depth=1 "), 2);
+    }
+    EXPECT_EQ(job.callCount(rank, "ncclAllReduce", " depth=1 "), 2);
+    EXPECT_EQ(job.callCount(rank, "ncclGroupStart"), 2);
+    EXPECT_EQ(job.callCount(rank, "ncclGroupEnd"), 2);
+  }
+}
+
+TEST(Groups, StartsThenTheRealGroupEndThenWaits) {
+  Job job("order", 2);
+  job.finish();
+}
+
+TEST(Groups, StreamsOfAGroupStartAndEndTogether) {
+  Job job("twoStreams", 2);
+  job.finish();
+}
+
+TEST(Groups, TwoCommunicators) {
+  Job job("twoCommunicators", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=1003 "), 3);
+    EXPECT_EQ(job.callCount(rank, "ncclSend"), 3);
+  }
+}
+
+TEST(Groups, NestedAndEmpty) {
+  Job job("nested", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    // Every one of them reaches NCCL, in the same order.
+    EXPECT_EQ(job.callCount(rank, "ncclGroupStart"), 8);
+    EXPECT_EQ(job.callCount(rank, "ncclGroupEnd"), 9);
+    EXPECT_EQ(job.callCount(rank, "ncclRecv", " depth=3 "), 1);
+    EXPECT_EQ(job.callCount(rank, "ncclSend", " depth=2 "), 1);
+  }
+}
+
+TEST(Groups, AFailedCallFailsItsGroup) {
+  Job job("failedCall", 2);
+  job.finish();
+}
+
+}  // namespace
+}  // namespace e2e

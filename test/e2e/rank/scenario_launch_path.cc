@@ -1,0 +1,87 @@
+// What the application thread does inside a warm steered call.
+
+#include <thread>
+
+#include "test/e2e/rank/call_watch.h"
+#include "test/e2e/rank/rank.h"
+
+namespace e2e {
+namespace {
+
+constexpr std::size_t kBytes = 200003;
+constexpr std::uint64_t kWarm = 40, kWatched = 200;
+
+/// Sends and receives, single and in groups; only the calls themselves are watched.
+void loop(const Rank& rank, ncclComm_t comm, bool watched) {
+  useDevice();
+  const bool systemCalls = watched && CallWatch::watchSystemCalls();
+  CUstream stream = newStream(), second = newStream();
+  const int peer = 1 - rank.rank;
+  Buffer out(kBytes, 1), in(kBytes, 3);
+  CallWatch::Counts sum;
+  for (std::uint64_t n = 0; n < kWarm + kWatched; ++n) {
+    const bool grouped = n % 2 == 0;
+    out.fill(seedOf(rank.rank, n), stream);
+    in.poison(second);
+    awaitStream(stream, "prepared");
+    awaitStream(second, "prepared");
+    if (watched) CallWatch::start();
+    ncclResult_t results[4] = {};
+    if (grouped) results[0] = nccl().ncclGroupStart();
+    // Where there is no group one side sends first, the other receives first.
+    if (rank.rank == 0) {
+      results[1] = nccl().ncclSend(out.data(), kBytes, ncclUint8, peer, comm, stream);
+    }
+    results[2] = nccl().ncclRecv(in.data(), kBytes, ncclUint8, peer, comm, second);
+    if (rank.rank == 1) {
+      results[1] = nccl().ncclSend(out.data(), kBytes, ncclUint8, peer, comm, stream);
+    }
+    if (grouped) results[3] = nccl().ncclGroupEnd();
+    const CallWatch::Counts counts = CallWatch::stop();
+    for (ncclResult_t result : results) REQUIRE_NCCL(result);
+    if (n >= kWarm) {
+      sum.allocations += counts.allocations;
+      sum.locks += counts.locks;
+      sum.systemCalls += counts.systemCalls;
+      sum.seen += counts.seen;
+      if (sum.firstSystemCall < 0) sum.firstSystemCall = counts.firstSystemCall;
+    }
+    in.fetch(second);
+    awaitStream(second, "watched");
+    awaitStream(stream, "watched");
+    in.requirePattern(seedOf(peer, n), "watched");
+  }
+  if (!watched) return;
+  say("seen", std::to_string(sum.seen));
+  say("allocations", std::to_string(sum.allocations));
+  say("locks", std::to_string(sum.locks));
+  say("systemCalls", systemCalls ? std::to_string(sum.systemCalls) : "not watched");
+  say("firstSystemCall", std::to_string(sum.firstSystemCall));
+}
+
+/// A receive that stays pending keeps the mover from sleeping, so that nothing has to wake it.
+void launchPath(const Rank& rank) {
+  ncclComm_t comm = rank.communicator("busy"), awake = rank.communicator("awake");
+  CUstream stream = newStream();
+  Buffer buffer(kBytes, 1);
+  buffer.fill(seedOf(rank.rank, 0, 9), stream);
+  if (rank.rank == 0) {
+    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 1, awake, stream));
+  }
+  // In a thread of its own, since watching its system calls cannot be ended.
+  std::thread([&] { loop(rank, comm, rank.rank == 0); }).join();
+  if (rank.rank == 1) {
+    REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 0, awake, stream));
+  }
+  buffer.fetch(stream);
+  awaitStream(stream, "the receive that kept the mover awake");
+  buffer.requirePattern(seedOf(1, 0, 9), "the receive that kept the mover awake");
+  sayStats();
+  for (ncclComm_t each : {comm, awake}) REQUIRE_NCCL(nccl().ncclCommDestroy(each));
+}
+
+}  // namespace
+
+const std::vector<Scenario> kLaunchScenarios = {{"launchPath", launchPath}};
+
+}  // namespace e2e

@@ -1,0 +1,139 @@
+#include "common/runtime/import_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+namespace hoccl {
+namespace {
+
+constexpr std::uint64_t kAllocation = 1 << 20;
+
+/// Allocation number `id`, where no other of these lies.
+BufferRef allocation(std::uint64_t id) {
+  BufferRef ref{};
+  ref.allocationId = id;
+  ref.allocationBase = 0x7f0000000000 + id * kAllocation;
+  ref.allocationBytes = kAllocation;
+  return ref;
+}
+
+Import* mapped(ImportCache& cache, std::uint64_t id) {
+  bool fresh = false;
+  Import* import = cache.acquire(allocation(id), &fresh);
+  EXPECT_TRUE(fresh) << id;
+  import->state = Import::State::Ready;
+  import->address = 0x1000 + id;
+  return import;
+}
+
+TEST(ImportCache, MapsAnAllocationOnce) {
+  ImportCache cache(4);
+  bool fresh = false;
+  Import* first = cache.acquire(allocation(1), &fresh);
+  EXPECT_TRUE(fresh);
+  EXPECT_EQ(first->state, Import::State::Pending);
+  EXPECT_EQ(cache.acquire(allocation(1), &fresh), first);
+  EXPECT_FALSE(fresh);
+  cache.release(first);
+  cache.release(first);
+  EXPECT_EQ(cache.acquire(allocation(1), &fresh), first);
+  EXPECT_FALSE(fresh) << "idle imports stay";
+  EXPECT_EQ(cache.find(1), first);
+  EXPECT_EQ(cache.find(2), nullptr);
+}
+
+TEST(Rule8, TheLeastRecentlyUsedGoesFirstAndTheNumberIsBounded) {
+  constexpr std::uint64_t kCapacity = 8;
+  ImportCache cache(kCapacity);
+  std::set<CUdeviceptr> alive;
+  for (std::uint64_t id = 0; id < 100; ++id) {
+    cache.release(mapped(cache, id));
+    alive.insert(0x1000 + id);
+    if (id >= 1 && id < 50) {  // number 1 is used again and again, so it stays
+      bool fresh = false;
+      cache.release(cache.acquire(allocation(1), &fresh));
+      ASSERT_FALSE(fresh);
+    }
+    CUdeviceptr gone = 0;
+    while (cache.crowded() && cache.evict(&gone)) {
+      EXPECT_EQ(alive.erase(gone), 1u) << gone;
+      if (id < 50) {
+        EXPECT_NE(gone, 0x1001u);
+      }
+    }
+    EXPECT_LE(alive.size(), kCapacity);
+    EXPECT_FALSE(cache.crowded());
+  }
+  for (std::uint64_t id = 92; id < 100; ++id) EXPECT_NE(cache.find(id), nullptr);
+}
+
+TEST(ImportCache, NothingInUseOrPendingIsEvicted) {
+  ImportCache cache(1);
+  Import* used = mapped(cache, 1);
+  bool fresh = false;
+  Import* pending = cache.acquire(allocation(2), &fresh);
+  cache.release(pending);  // nobody waits for it any more, but the mapping is under way
+  CUdeviceptr gone = 0;
+  ASSERT_TRUE(cache.crowded());
+  EXPECT_FALSE(cache.evict(&gone));
+  pending->state = Import::State::Ready;
+  pending->address = 0x2000;
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0x2000u);
+  EXPECT_EQ(cache.find(1), used);
+  EXPECT_FALSE(cache.crowded());
+  EXPECT_FALSE(cache.evict(&gone)) << "one is allowed";
+}
+
+TEST(ImportCache, AFailedImportCanBeEvicted) {
+  ImportCache cache(1);
+  Import* bad = mapped(cache, 1);
+  bad->state = Import::State::Failed;
+  bad->address = 0;
+  cache.release(bad);
+  cache.release(mapped(cache, 2));
+  CUdeviceptr gone = 99;
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0u);
+  EXPECT_EQ(cache.find(1), nullptr);
+}
+
+TEST(Rule8, AnAllocationInAnothersPlaceMakesThatOneStale) {
+  struct Case {
+    std::int64_t shift;
+    std::uint64_t bytes;
+    bool overlaps;
+  };
+  const auto whole = static_cast<std::int64_t>(kAllocation);
+  for (const Case& c : {Case{0, kAllocation, true}, Case{whole - 1, kAllocation, true},
+                        Case{1 - whole, kAllocation, true}, Case{whole, kAllocation, false},
+                        Case{-whole, kAllocation, false}, Case{4096, 4096, true},
+                        Case{-4096, 3 * kAllocation, true}}) {
+    ImportCache cache(16);
+    Import* old = mapped(cache, 1000);
+    BufferRef fresh = allocation(1000);
+    fresh.allocationId = 5;
+    fresh.allocationBase += static_cast<std::uint64_t>(c.shift);
+    fresh.allocationBytes = c.bytes;
+    bool isFresh = false;
+    Import* now = cache.acquire(fresh, &isFresh);
+    EXPECT_TRUE(isFresh);
+    now->state = Import::State::Ready;
+    EXPECT_EQ(old->stale, c.overlaps) << c.shift;
+    EXPECT_FALSE(now->stale);
+    EXPECT_EQ(cache.crowded(), c.overlaps);
+    CUdeviceptr gone = 0;
+    EXPECT_FALSE(cache.evict(&gone)) << "an operation still holds it";
+    cache.release(old);
+    EXPECT_EQ(cache.evict(&gone), c.overlaps);
+    if (c.overlaps) {
+      EXPECT_EQ(gone, 0x1000u + 1000);
+    }
+    EXPECT_FALSE(cache.crowded());
+    EXPECT_EQ(cache.find(5), now);
+  }
+}
+
+}  // namespace
+}  // namespace hoccl
