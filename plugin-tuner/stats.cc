@@ -43,10 +43,11 @@ std::size_t statsJson(char* out, std::size_t capacity) {
       }
     }
     text += fmt::format(
-        "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"why\":\"{}\",\"paths\":{{"
+        "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":\"{}\",\"paths\":{{"
         "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
+        comm.steering() ? "\"shm\"" : "null",
         escaped(comm.reason), ops[0], bytes[0], ops[1], bytes[1], reasons);
     firstComm = false;
   });

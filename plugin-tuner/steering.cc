@@ -107,11 +107,15 @@ SteeredComm* adopt(ncclComm_t handle, const Creation& creation) {
   comm->id = mix(mix(creation.key.nonce, creation.key.splitSequence),
                  static_cast<std::uint64_t>(creation.key.color));
   if (!creation.hasRoot) {
-    comm->reason = "its unique id comes from a process without HOCCL, or one that steers nothing";
+    const Status& own = ProcessCore::get().configStatus();
+    comm->reason = own ? "its unique id comes from a process without HOCCL, or one that steers nothing"
+                       : own.message();
     callReal(realNccl.ncclCommUserRank, handle, &comm->rank);
     callReal(realNccl.ncclCommCount, handle, &comm->ranks);
-    logWarn("rank {} of {}: the communicator stays with plain NCCL: {}", comm->rank, comm->ranks,
-            comm->reason);
+    // What is wrong here has been said when this process looked at its settings.
+    logf(own ? LogLevel::Warn : LogLevel::Info,
+         "rank {} of {}: the communicator stays with plain NCCL: {}", comm->rank, comm->ranks,
+         comm->reason);
     return comm;
   }
   comm->setup = std::make_unique<CommSetup>(comm);
