@@ -26,6 +26,8 @@ namespace {
 
 /// How often a full pool or ring is tried before the thread yields between tries.
 constexpr int kSpins = 1000;
+/// Launch slots among which the launch path goes round as long as one of them is free: 8 KiB of flags.
+constexpr std::uint32_t kSlotWindow = 64;
 
 std::string folderOfThisLibrary() {
   Dl_info info{};
@@ -314,15 +316,21 @@ Status MoverClient::takeSlot(Slot* slot) {
   const std::uint32_t count = segment_.launchSlots();
   const std::uint64_t sequence = nextSequence_.fetch_add(1, std::memory_order_relaxed) + 1;
   for (int spins = 0;; ++spins) {
-    const std::uint32_t first = nextSlot_.fetch_add(1, std::memory_order_relaxed);
+    // Go round in the window of slots last used, whose flags the caches still know; on to the next one
+    // only when all of it is busy.
+    const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
+    const std::uint32_t window = last / kSlotWindow * kSlotWindow;
     for (std::uint32_t i = 0; i < count; ++i) {
-      const std::uint32_t index = (first + i) % count;
+      const std::uint32_t index = i < kSlotWindow ? (window + (last + 1 + i) % kSlotWindow) % count
+                                                  : (window + i) % count;
       const LaunchFlags& flags = segment_.launch(index);
-      std::uint64_t last = lastSequence_[index].load(std::memory_order_acquire);
+      std::uint64_t before = lastSequence_[index].load(std::memory_order_acquire);
       // Free once its last launch has ended and its stream has passed the start: a start written late
       // would step back behind the next one (rule 3).
-      if (last > sequence || !flags.finish.reached(last) || !flags.start.reached(last)) continue;
-      if (lastSequence_[index].compare_exchange_strong(last, sequence, std::memory_order_seq_cst)) {
+      if (before > sequence || !flags.finish.reached(before) || !flags.start.reached(before)) continue;
+      if (lastSequence_[index].compare_exchange_strong(before, sequence,
+                                                       std::memory_order_seq_cst)) {
+        nextSlot_.store(index, std::memory_order_relaxed);
         *slot = {index, sequence};
         return {};
       }

@@ -72,8 +72,11 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint32_t> state;      ///< CommunicatorState
   std::atomic<std::uint32_t> errorCode;  ///< hoccl::Code; not 0 once an operation has failed
   std::atomic<std::uint64_t> closes;     ///< Abort and Close descriptors acknowledged
-  std::atomic<std::uint64_t> sentBytes, sentOps, receivedBytes, receivedOps;
   char errorText[400];  ///< complete before errorCode is set
+  /// On a line of their own: the mover writes them with every operation, and the launch path reads what
+  /// is above.
+  alignas(kCacheLine) std::atomic<std::uint64_t> sentBytes;
+  std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
 };
 
 struct alignas(kCacheLine) SegmentHeader {

@@ -16,7 +16,7 @@ PAUSE_S = 0.02  # far more than HOCCL_SPIN_US: the movers have backed off
 LATENCY_ROUNDS = 40
 SPIN_LIMIT_NS = 5_000_000_000
 GEMM_SIZE, GEMMS, GEMM_PAIRS = 8192, 16, 20
-TRANSFER, TRANSFERS = 256 * MIB, 10  # outlasts the GEMMs (about 25 ms) at 48 GB/s
+TRANSFER, TRANSFERS = 256 * MIB, 14  # outlasts the GEMMs (about 50 ms) at 48 GB/s
 
 
 def _one_way(rank, tensor):
@@ -111,6 +111,10 @@ class _Gemm:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def run(self):
+        """Times GEMMS products; as many go before them untimed, since a GPU that was idle for a
+        moment is several percent slower at first, with and without a transfer."""
+        for _ in range(GEMMS):
+            torch.mm(self.a, self.b, out=self.c)
         self.events[0].record()
         for _ in range(GEMMS):
             torch.mm(self.a, self.b, out=self.c)
@@ -163,6 +167,7 @@ def gemm_beside_transfer(rank):
         torch.cuda.synchronize()
         rank.barrier()
         if gemm:
+            time.sleep(0.002)  # as with transfers
             gemm.run()
             alone.append(gemm.milliseconds())
 

@@ -260,8 +260,10 @@ TEST_P(LinkTest, EveryByteOfManyTransfersBothWays) {
     }
   }
   EXPECT_GT(reused, 1u);
-  if (GetParam().settings.refuse > 0) EXPECT_GT(pair.wire.writesRefused, 0u);
-  if (GetParam().settings.ringMessages < 4) EXPECT_GT(pair.wire.ringFull, 0u);
+  EXPECT_EQ(pair.wire.writesRefused > 0, GetParam().settings.refuse > 0);
+  if (GetParam().settings.ringMessages < 4) {
+    EXPECT_GT(pair.wire.ringFull, 0u);
+  }
 }
 
 /// Chunks nobody wants any more go back, whatever state they were caught in.
@@ -295,7 +297,9 @@ TEST_P(LinkTest, Rule9DroppedOperationsLeaveNoSlotBusy) {
     ASSERT_TRUE(pair.run([&] { return pair.quiet(); })) << "seed " << seed << " operation " << i;
     EXPECT_EQ(to.checkGuards(), "");
     EXPECT_EQ(send->copiesInFlight, 0u);
-    if (receive) EXPECT_EQ(receive->copiesInFlight, 0u);
+    if (receive) {
+      EXPECT_EQ(receive->copiesInFlight, 0u);
+    }
   }
   EXPECT_GT(unwantedLater, 0u);
   // Announced → Idle was seen: credits were given without a copy.

@@ -201,7 +201,7 @@ TEST_P(TransportTest, Rule10DifferingGeometryIsRefusedAndNamedOnBothSides) {
     EXPECT_EQ(settled(*answering), State::Failed);
     EXPECT_EQ(settled(*asking), State::Failed);
     for (const Handshake* side : {asking.get(), answering.get()}) {
-      const std::string& text = side->status().message();
+      const std::string text = side->status().message();
       for (const StagingGeometry& g : {kGeometry, other}) {
         EXPECT_NE(text.find(fmt::format("HOCCL_SLOTS={}", g.slots)), std::string::npos) << text;
         EXPECT_NE(text.find(fmt::format("HOCCL_SLOT_BYTES={}", g.slotBytes)), std::string::npos)

@@ -206,11 +206,11 @@ IterationPlan planIterations(const Options& options, double iterationNs, double 
   };
   IterationPlan plan;
   // Most of the budget goes to the timed batches, the rest to the launch samples, each of which is
-  // two whole transfers as well.
+  // four whole transfers as well.
   const double timed = budgetNs * 0.7 / each;
   plan.batches = options.batches.value_or(within(timed / 2, 3, 5));
   plan.iters = options.iters.value_or(within(timed / plan.batches, 2, 20));
-  plan.launches = within(budgetNs * 0.15 / each, 10, 200);
+  plan.launches = within(budgetNs * 0.1 / each, 10, 200);
   return plan;
 }
 

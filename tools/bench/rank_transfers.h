@@ -44,8 +44,8 @@ class RankTransfers {
   /// Answers "wrong": bytes that are not what transfer `number` had to bring, or were written past
   /// it.
   Status verify(std::uint64_t bytes, std::uint64_t number, nlohmann::json* answer);
-  /// `count` pairs of transfers. Answers the time inside the NCCL calls: "launchIdleNs" of the
-  /// first, onto an idle stream, and "launchNs" of the second, right behind it.
+  /// `count` bursts of transfers. Answers the time inside the NCCL calls: "launchIdleNs" of each
+  /// first, onto an idle stream, and "launchNs" of those right behind it.
   Status launch(std::uint64_t bytes, int count, nlohmann::json* answer);
   /// Answers "steering" (staged, nccl, transport, reasons) and "emulator" (kernels, lateNs), null
   /// where unknown.
