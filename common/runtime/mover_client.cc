@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/base/log.h"
@@ -319,10 +320,11 @@ Status MoverClient::takeSlot(Slot* slot) {
     // Go round in the window of slots last used, whose flags the caches still know; on to the next one
     // only when all of it is busy.
     const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
-    const std::uint32_t window = last / kSlotWindow * kSlotWindow;
+    const std::uint32_t size = std::min(kSlotWindow, count);
+    const std::uint32_t window = last / size * size;
     for (std::uint32_t i = 0; i < count; ++i) {
-      const std::uint32_t index = i < kSlotWindow ? (window + (last + 1 + i) % kSlotWindow) % count
-                                                  : (window + i) % count;
+      const std::uint32_t index =
+          (window + (i < size ? (last + 1 + i) % size : i)) % count;
       const LaunchFlags& flags = segment_.launch(index);
       std::uint64_t before = lastSequence_[index].load(std::memory_order_acquire);
       // Free once its last launch has ended and its stream has passed the start: a start written late

@@ -62,6 +62,25 @@ TEST_P(MoverStop, IsWaitedFor) {
   job.finish();
 }
 
+/// Rule 11: an idle mover uses no CPU, one with an operation pending little.
+TEST(Movers, UseNoCpuWithoutWork) {
+  for (const bool pending : {false, true}) {
+    SCOPED_TRACE(pending ? "a receive pending" : "idle");
+    Job job("idle", 2);
+    job.argument("pending", pending ? "1" : "0").start();
+    ASSERT_TRUE(job.awaitAll("idle")) << job.transcript();
+    const pid_t mover = job.moverOf(1);
+    ASSERT_GT(mover, 0);
+    ::usleep(200'000);
+    const long before = Job::cpuMs(mover);
+    ::usleep(1'000'000);
+    const long used = Job::cpuMs(mover) - before;
+    EXPECT_LE(used, pending ? 300 : 20) << "ms of CPU in a second";
+    job.post("measured");
+    job.finish();
+  }
+}
+
 TEST(Deaths, ASenderThatLeavesEarlyHasDelivered) {
   Job job("senderLeaves", 2);
   job.start();
@@ -71,6 +90,42 @@ TEST(Deaths, ASenderThatLeavesEarlyHasDelivered) {
   job.finish();
   const std::string error = job.said(1, "error");
   EXPECT_NE(error.find("rank 0"), std::string::npos) << error;
+}
+
+TEST(Deaths, APeerThatExitsIsNamed) {
+  Job job("peerExits", 2);
+  job.finish();
+  const std::string error = job.said(1, "error");
+  EXPECT_NE(error.find("rank 0"), std::string::npos) << error;
+}
+
+TEST_P(MoverStop, IsEndedByAnAbort) {
+  Job job("abortWhileStopped", 2);
+  job.env("HOCCL_TIMEOUT_MS", "1000").start();
+  ASSERT_TRUE(job.awaitAll("pending")) << job.transcript();
+  const pid_t mover = job.moverOf(GetParam());
+  ASSERT_GT(mover, 0);
+  ASSERT_EQ(::kill(mover, SIGSTOP), 0);
+  job.post("stopped");
+  const bool ended = job.awaitEnd(1, 10);
+  ::kill(mover, SIGCONT);
+  EXPECT_TRUE(ended) << job.transcript();
+  job.post("going on");
+  job.finish();
+}
+
+TEST(Deaths, AForkedChildDoesNotKeepTheMover) {
+  Job job("forks", 2);
+  job.start();
+  ASSERT_TRUE(job.awaitAll("forked")) << job.transcript();
+  const pid_t movers[] = {job.moverOf(0), job.moverOf(1)};
+  job.post("go");
+  for (const pid_t mover : movers) {
+    ASSERT_GT(mover, 0);
+    EXPECT_TRUE(job.awaitGone(mover, 5)) << "a mover lives on with its application's child";
+  }
+  job.post("movers gone");
+  job.finish();
 }
 
 TEST(Deaths, ExitWithAPendingReceiveLeavesNothing) {

@@ -54,6 +54,11 @@ TEST(Groups, NestedAndEmpty) {
   }
 }
 
+TEST(Groups, MoreOperationsAndStreamsThanUsual) {
+  Job job("large", 2);
+  job.finish(60);
+}
+
 TEST(Groups, AFailedCallFailsItsGroup) {
   Job job("failedCall", 2);
   job.finish();

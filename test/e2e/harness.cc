@@ -271,6 +271,18 @@ bool Job::awaitGone(pid_t pid, int seconds) {
   });
 }
 
+long Job::cpuMs(pid_t pid) {
+  const std::string text = read(fmt::format("/proc/{}/stat", pid));
+  const std::size_t close = text.rfind(')');
+  long user = 0, system = 0;
+  if (close == std::string::npos ||
+      std::sscanf(text.c_str() + close + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %ld %ld",
+                  &user, &system) != 2) {
+    return 0;
+  }
+  return (user + system) * 1000 / ::sysconf(_SC_CLK_TCK);
+}
+
 std::string Job::said(int rank, const std::string& key) const {
   std::istringstream lines(read(path(fmt::format("out{}", rank))));
   std::string found;
@@ -280,8 +292,15 @@ std::string Job::said(int rank, const std::string& key) const {
   return found;
 }
 
-nlohmann::json Job::stats(int rank, const std::string& key) const {
-  return nlohmann::json::parse(said(rank, key), nullptr, false);
+nlohmann::json Job::communicators(int rank, const std::string& key) const {
+  const std::string text = said(rank, key);
+  const auto parsed = nlohmann::json::parse(text, nullptr, false);
+  if (!parsed.is_object()) {
+    ADD_FAILURE() << "rank " << rank << " told no counters as '" << key << "': '" << text << "'\n"
+                  << transcript();
+    return nlohmann::json::array();
+  }
+  return parsed.value("communicators", nlohmann::json::array());
 }
 
 std::string Job::errors(int rank) const { return read(path(fmt::format("err{}", rank))); }

@@ -49,9 +49,13 @@ class Job {
   /// Waits until a process of this job (an adopted mover, too) has gone.
   bool awaitGone(pid_t pid, int seconds);
 
+  /// CPU time a process has used so far, in milliseconds.
+  [[nodiscard]] static long cpuMs(pid_t pid);
+
   /// What a rank said: the last "key value" line of that key; empty without one.
   [[nodiscard]] std::string said(int rank, const std::string& key) const;
-  [[nodiscard]] nlohmann::json stats(int rank, const std::string& key = "stats") const;
+  /// HOCCL's counters of that rank's communicators, as told under that key; empty without HOCCL.
+  [[nodiscard]] nlohmann::json communicators(int rank, const std::string& key = "stats") const;
   [[nodiscard]] std::string errors(int rank) const;
   /// The stand-in's log of that rank, one call a line.
   [[nodiscard]] std::vector<std::string> calls(int rank) const;

@@ -8,9 +8,9 @@ namespace e2e {
 namespace {
 
 /// Operations and bytes of all communicators of a rank on a path: "staged" or "nccl".
-std::uint64_t total(const nlohmann::json& stats, const std::string& path, const char* what) {
+std::uint64_t total(const nlohmann::json& comms, const std::string& path, const char* what) {
   std::uint64_t sum = 0;
-  for (const auto& comm : stats["communicators"]) {
+  for (const auto& comm : comms) {
     sum += comm["paths"][path][what].get<std::uint64_t>();
   }
   return sum;
@@ -18,10 +18,9 @@ std::uint64_t total(const nlohmann::json& stats, const std::string& path, const 
 
 /// Everything went through the movers: NCCL has seen no send and no receive.
 void expectAllSteered(const Job& job, int rank, std::uint64_t ops) {
-  const nlohmann::json stats = job.stats(rank);
-  ASSERT_FALSE(stats.is_discarded()) << job.transcript();
-  EXPECT_EQ(total(stats, "staged", "ops"), ops) << stats;
-  EXPECT_EQ(total(stats, "nccl", "ops"), 0u) << stats;
+  const nlohmann::json comms = job.communicators(rank);
+  EXPECT_EQ(total(comms, "staged", "ops"), ops) << comms;
+  EXPECT_EQ(total(comms, "nccl", "ops"), 0u) << comms;
   EXPECT_EQ(job.callCount(rank, "ncclSend") + job.callCount(rank, "ncclRecv"), 0);
 }
 
@@ -83,6 +82,18 @@ TEST(Transfers, AFlowThatWaitsHoldsUpNoOther) {
   Job job("independent", 2);
   job.finish();
   for (int rank : {0, 1}) expectAllSteered(job, rank, 12);
+}
+
+TEST(Transfers, ThreadsWithACommunicatorEach) {
+  Job job("threads", 2);
+  job.finish();
+  for (int rank : {0, 1}) expectAllSteered(job, rank, 240);
+}
+
+TEST(Transfers, EveryKindOfStreamAndAThreadWithoutContext) {
+  Job job("contexts", 2);
+  job.finish();
+  for (int rank : {0, 1}) expectAllSteered(job, rank, 32);
 }
 
 TEST(Transfers, AFlagPoolSmallerThanTheLaunches) {

@@ -207,7 +207,7 @@ TEST(MoverLoop, Rule3FinishFlagsOnlyGrowWhileSlotsAreUsedAgain) {
   DeviceBuffer from(70'001), to(70'001);
   from.fill(1);
   Ticket send, receive;
-  for (std::uint64_t i = 0; i < 60; ++i) {
+  for (std::uint64_t i = 0; i < 60 && !HasFailure(); ++i) {
     send = two.a->launch({sendTo(1, i, from)});
     receive = two.b->launch({receiveFrom(0, i, to)});
   }

@@ -194,6 +194,7 @@ LockFunction realLock() {
 
 // What the whole process calls instead of the C library's. A sanitizer has its own.
 #if !E2E_SANITIZED
+#define EXPORT __attribute__((visibility("default")))
 extern "C" {
 
 void* __libc_malloc(size_t bytes);
@@ -201,28 +202,28 @@ void* __libc_calloc(size_t count, size_t bytes);
 void* __libc_realloc(void* memory, size_t bytes);
 void* __libc_memalign(size_t alignment, size_t bytes);
 
-void* malloc(size_t bytes) {
+EXPORT void* malloc(size_t bytes) {
   e2e::note(e2e::Event::Allocation);
   return __libc_malloc(bytes);
 }
-void* calloc(size_t count, size_t bytes) {
+EXPORT void* calloc(size_t count, size_t bytes) {
   e2e::note(e2e::Event::Allocation);
   return __libc_calloc(count, bytes);
 }
-void* realloc(void* memory, size_t bytes) {
+EXPORT void* realloc(void* memory, size_t bytes) {
   e2e::note(e2e::Event::Allocation);
   return __libc_realloc(memory, bytes);
 }
-void* aligned_alloc(size_t alignment, size_t bytes) {
+EXPORT void* aligned_alloc(size_t alignment, size_t bytes) {
   e2e::note(e2e::Event::Allocation);
   return __libc_memalign(alignment, bytes);
 }
-int posix_memalign(void** out, size_t alignment, size_t bytes) {
+EXPORT int posix_memalign(void** out, size_t alignment, size_t bytes) {
   e2e::note(e2e::Event::Allocation);
   *out = __libc_memalign(alignment, bytes);
   return *out ? 0 : ENOMEM;
 }
-int pthread_mutex_lock(pthread_mutex_t* mutex) {
+EXPORT int pthread_mutex_lock(pthread_mutex_t* mutex) {
   e2e::note(e2e::Event::Lock);
   return e2e::realLock()(mutex);
 }

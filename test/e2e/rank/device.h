@@ -17,6 +17,7 @@ namespace e2e {
   X(deviceGet, cuDeviceGet)                           \
   X(primaryRetain, cuDevicePrimaryCtxRetain)          \
   X(ctxSetCurrent, cuCtxSetCurrent)                   \
+  X(ctxGetCurrent, cuCtxGetCurrent)                   \
   X(memAlloc, cuMemAlloc)                             \
   X(memFree, cuMemFree)                               \
   X(memHostAlloc, cuMemHostAlloc)                     \

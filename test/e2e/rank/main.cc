@@ -20,7 +20,8 @@ int main(int argc, char** argv) {
     rank.arguments[text.substr(0, equals)] = text.substr(equals + 1);
   }
   for (const auto* list : {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios,
-                           &kCallScenarios, &kFaultScenarios, &kLaunchScenarios}) {
+                           &kCallScenarios, &kThreadScenarios, &kFaultScenarios,
+                           &kLaunchScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

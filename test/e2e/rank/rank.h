@@ -62,6 +62,6 @@ struct Scenario {
   void (*run)(const Rank& rank);
 };
 extern const std::vector<Scenario> kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
-    kCallScenarios, kFaultScenarios, kLaunchScenarios;
+    kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios;
 
 }  // namespace e2e

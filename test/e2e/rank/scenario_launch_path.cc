@@ -11,8 +11,8 @@ namespace {
 constexpr std::size_t kBytes = 200003;
 constexpr std::uint64_t kWarm = 40, kWatched = 200;
 
-/// Sends and receives, single and in groups; only the calls themselves are watched.
-void loop(const Rank& rank, ncclComm_t comm, bool watched) {
+/// Sends and receives, single and in groups; only the calls themselves are watched. Destroys `control`.
+void loop(const Rank& rank, ncclComm_t comm, ncclComm_t control, bool watched) {
   useDevice();
   const bool systemCalls = watched && CallWatch::watchSystemCalls();
   CUstream stream = newStream(), second = newStream();
@@ -51,7 +51,17 @@ void loop(const Rank& rank, ncclComm_t comm, bool watched) {
     awaitStream(stream, "watched");
     in.requirePattern(seedOf(peer, n), "watched");
   }
+  // The same watch over what does allocate, lock and enter the kernel.
+  if (watched) CallWatch::start();
+  const ncclResult_t destroyed = nccl().ncclCommDestroy(control);
+  char text[16];
+  if (watched) nccl().hocclStatsJson(text, sizeof text);
+  const CallWatch::Counts counts = CallWatch::stop();
+  REQUIRE_NCCL(destroyed);
   if (!watched) return;
+  say("controlAllocations", std::to_string(counts.allocations));
+  say("controlLocks", std::to_string(counts.locks));
+  say("controlSystemCalls", systemCalls ? std::to_string(counts.systemCalls) : "not watched");
   say("seen", std::to_string(sum.seen));
   say("allocations", std::to_string(sum.allocations));
   say("locks", std::to_string(sum.locks));
@@ -62,14 +72,16 @@ void loop(const Rank& rank, ncclComm_t comm, bool watched) {
 /// A receive that stays pending keeps the mover from sleeping, so that nothing has to wake it.
 void launchPath(const Rank& rank) {
   ncclComm_t comm = rank.communicator("busy"), awake = rank.communicator("awake");
+  ncclComm_t control = rank.communicator("control");
   CUstream stream = newStream();
   Buffer buffer(kBytes, 1);
+  buffer.poison(stream);
   buffer.fill(seedOf(rank.rank, 0, 9), stream);
   if (rank.rank == 0) {
     REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 1, awake, stream));
   }
   // In a thread of its own, since watching its system calls cannot be ended.
-  std::thread([&] { loop(rank, comm, rank.rank == 0); }).join();
+  std::thread([&] { loop(rank, comm, control, rank.rank == 0); }).join();
   if (rank.rank == 1) {
     REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 0, awake, stream));
   }

@@ -155,6 +155,20 @@ void several(const Rank& rank) {
   }
 }
 
+/// A communicator of one rank: everything is NCCL's.
+void alone(const Rank&) {
+  cuda();
+  ncclUniqueId id{};
+  ncclComm_t comm = nullptr, child = nullptr;
+  REQUIRE_NCCL(nccl().ncclGetUniqueId(&id));
+  REQUIRE_NCCL(nccl().ncclCommInitRank(&comm, 1, id, 0));
+  around(comm, 1);
+  REQUIRE_NCCL(nccl().ncclCommSplit(comm, 3, 0, &child, nullptr));
+  around(child, 2);
+  sayStats();
+  for (ncclComm_t each : {comm, child}) REQUIRE_NCCL(nccl().ncclCommDestroy(each));
+}
+
 /// A receive whose sender never comes is ended by an abort; what is made afterwards works.
 void abortPending(const Rank& rank) {
   const bool byThread = rank.argument("by", "self") == "thread";
@@ -229,7 +243,7 @@ const std::vector<Scenario> kCommunicatorScenarios = {
     {"blocking", blocking},         {"nonBlocking", nonBlocking},
     {"split", split},               {"createdInGroup", createdInGroup},
     {"several", several},           {"abortPending", abortPending},
-    {"abortSend", abortSend},
+    {"abortSend", abortSend},       {"alone", alone},
 };
 
 }  // namespace e2e

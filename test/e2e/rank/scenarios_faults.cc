@@ -205,6 +205,45 @@ void senderLeaves(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
 }
 
+/// Rank 0 exits as a program does, with its communicator alive, while rank 1 waits for it.
+void peerExits(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Buffer buffer(kBytes, 1);
+  if (rank.rank == 0) {
+    rank.await("pending.1");
+    ::usleep(100'000);
+    return;
+  }
+  REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+  rank.postMine("pending");
+  requireFailure(comm, stream, 5000, "a receive from a rank that has exited");
+  REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+}
+
+/// An abort ends a pending receive although a mover (of this rank or of its peer) is stopped.
+void abortWhileStopped(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Buffer buffer(kBytes, 1);
+  if (rank.rank == 1) {
+    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+    requireBusy(stream, 50, "a receive without a sender");
+  }
+  rank.postMine("pending");
+  rank.await("stopped");
+  if (rank.rank == 1) {
+    const auto began = Clock::now();
+    REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+    awaitStream(stream, "aborted with a stopped mover", 5000);
+    REQUIRE(Clock::now() - began < std::chrono::seconds(6), "the abort took too long");
+    rank.post("aborted");
+  } else {
+    rank.await("going on");
+    REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+  }
+}
+
 /// Ends without a word while a receive is pending.
 void leavesPending(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
@@ -216,6 +255,33 @@ void leavesPending(const Rank& rank) {
   }
   rank.barrier("pending");
   ::_exit(0);
+}
+
+/// Leaves the movers without anything to do until the test has looked at them; with `pending` a receive
+/// waits for its sender meanwhile.
+void idle(const Rank& rank) {
+  const bool pending = rank.argument("pending", "0") == "1";
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Buffer buffer(kBytes, 1);
+  buffer.poison(stream);
+  if (rank.rank == 0) buffer.fill(1, stream);
+  awaitStream(stream, "prepared");
+  if (rank.rank == 1 && pending) {
+    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+  }
+  rank.postMine("idle");
+  rank.await("measured");
+  if (rank.rank == 1 && !pending) {
+    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+  }
+  if (rank.rank == 0) {
+    REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 1, comm, stream));
+  }
+  buffer.fetch(stream);
+  awaitStream(stream, "after the rest", 5000);
+  buffer.requirePattern(1, "after the rest");
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
 /// More launches than HOCCL_FLAG_POOL has slots: they wait their turn.
@@ -259,6 +325,8 @@ const std::vector<Scenario> kFaultScenarios = {
     {"mismatch", mismatch},         {"moverDies", moverDies},
     {"applicationDies", applicationDies}, {"moverStops", moverStops},
     {"senderLeaves", senderLeaves}, {"leavesPending", leavesPending},
+    {"peerExits", peerExits},       {"abortWhileStopped", abortWhileStopped},
+    {"idle", idle},
     {"smallPool", smallPool},
 };
 

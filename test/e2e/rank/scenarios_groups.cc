@@ -253,6 +253,32 @@ void nested(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// More operations in one group than anything is sized for, on more streams than usual.
+void large(const Rank& rank) {
+  const std::size_t count = std::stoul(rank.argument("count", "300"));
+  constexpr std::size_t kBytes = (64 << 10) + 1;
+  ncclComm_t comm = rank.communicator();
+  const int peer = 1 - rank.rank;
+  std::vector<CUstream> streams;
+  for (int i = 0; i < 20; ++i) streams.push_back(newStream());
+  Buffer out(count * kBytes, 1), in(count * kBytes, 3);
+  out.fill(seedOf(rank.rank, 1), streams[0]);
+  in.poison(streams[0]);
+  awaitStream(streams[0], "prepared");
+  groupStart();
+  for (std::size_t n = 0; n < count; ++n) {
+    CUstream stream = streams[n % streams.size()];
+    REQUIRE_NCCL(nccl().ncclSend(static_cast<char*>(out.data()) + n * kBytes, kBytes, ncclUint8,
+                                 peer, comm, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(static_cast<char*>(in.data()) + n * kBytes, kBytes, ncclUint8, peer,
+                                 comm, stream));
+  }
+  groupEnd();
+  for (CUstream stream : streams) awaitStream(stream, "a large group", 40000);
+  check(in, streams[0], seedOf(peer, 1), "a large group");
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 /// A group one of whose calls failed: with NCCL nothing of it happens and the end says so.
 void failedCall(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
@@ -283,6 +309,7 @@ const std::vector<Scenario> kGroupScenarios = {
     {"twoStreams", twoStreams},
     {"twoCommunicators", twoCommunicators},
     {"nested", nested},
+    {"large", large},
     {"failedCall", failedCall},
 };
 
