@@ -1,6 +1,8 @@
 #include "plugin-tuner/launcher.h"
 
+#include <algorithm>
 #include <array>
+#include <functional>
 
 namespace hoccl {
 namespace {
@@ -10,6 +12,7 @@ constexpr std::size_t kReserve = 256;
 Launcher::Launcher() {
   ops_.reserve(kReserve);
   streams_.reserve(16);
+  slots_.reserve(16);
 }
 
 void Launcher::clear() {
@@ -26,12 +29,25 @@ Status Launcher::prepare() {
       known = known || (launch.mover == op.comm->mover && launch.stream == op.stream);
     }
     if (known) continue;
-    StreamLaunch launch{op.comm->mover, op.comm->context, op.stream, {}, false};
-    if (Status status = launch.mover->takeSlot(&launch.slot); !status) {
+    streams_.push_back({op.comm->mover, op.comm->context, op.stream, {}, false});
+  }
+  // Mover by mover, in one order for all threads, so that none waits for slots another one holds while
+  // that one waits for its.
+  std::sort(streams_.begin(), streams_.end(), [](const StreamLaunch& a, const StreamLaunch& b) {
+    return std::less<>()(a.mover, b.mover);
+  });
+  for (std::size_t first = 0; first < streams_.size();) {
+    slots_.clear();
+    std::size_t end = first;
+    for (; end < streams_.size() && streams_[end].mover == streams_[first].mover; ++end) {
+      slots_.push_back(&streams_[end].slot);
+    }
+    if (Status status = streams_[first].mover->takeSlots(slots_); !status) {
+      streams_.resize(first);
       giveUp();
       return status;
     }
-    streams_.push_back(launch);
+    first = end;
   }
   return {};
 }
@@ -64,8 +80,7 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait) {
 void Launcher::giveUp() {
   for (StreamLaunch& launch : streams_) {
     if (launch.issued) {
-      // Its start is on the stream; only the wait has to be let go.
-      launch.mover->segment().launch(launch.slot.index).finish.set(launch.slot.sequence);
+      launch.mover->letGo(launch.slot);
     } else {
       launch.mover->giveBack(launch.slot);
     }

@@ -52,6 +52,7 @@ class Launcher {
   const Driver* driver_ = nullptr;
   std::vector<PendingOp> ops_;
   std::vector<StreamLaunch> streams_;
+  std::vector<MoverClient::Slot*> slots_;  ///< scratch
 };
 
 }  // namespace hoccl

@@ -32,6 +32,7 @@ struct Creation {
 struct Group {
   int depth = 0;
   bool real = false;  ///< an operation or creation in it stays with NCCL
+  ncclResult_t failed = ncclSuccess;  ///< the first call in it that failed: then none of it is launched
   Launcher launcher;
   std::vector<Creation> creations;
 };
@@ -337,7 +338,7 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
   if (comm->steering()) (void)Driver::load(&driver);
   const Path path = element == 0 ? Path::NcclPair : choosePath(*comm, bytes, peer, stream, driver);
   if (path != Path::Staged) {
-    if (core.config().strict && peer != comm->rank &&
+    if (core.config().strict && peer != comm->rank && peer >= 0 && peer < comm->ranks &&
         (path == Path::NcclUnsteered || path == Path::NcclPair)) {
       const char* verb = kind == OpKind::Send ? "send to" : "receive from";
       *result = refuse(*comm, Status::error(
@@ -388,18 +389,33 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
   return true;
 }
 
+/// A call that fails inside a group fails the group.
+ncclResult_t noteResult(ncclResult_t result) {
+  if (insideReal()) return result;
+  Group& open = group();
+  if (open.depth > 0 && open.failed == ncclSuccess && result != ncclSuccess &&
+      result != ncclInProgress) {
+    open.failed = result;
+  }
+  return result;
+}
+
 ncclResult_t send(const void* buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                   cudaStream_t stream) {
   ncclResult_t result = ncclSuccess;
-  if (steer(OpKind::Send, buffer, count, type, peer, comm, stream, &result)) return result;
-  return callReal(realNccl.ncclSend, buffer, count, type, peer, comm, stream);
+  if (!steer(OpKind::Send, buffer, count, type, peer, comm, stream, &result)) {
+    result = callReal(realNccl.ncclSend, buffer, count, type, peer, comm, stream);
+  }
+  return noteResult(result);
 }
 
 ncclResult_t recv(void* buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                   cudaStream_t stream) {
   ncclResult_t result = ncclSuccess;
-  if (steer(OpKind::Recv, buffer, count, type, peer, comm, stream, &result)) return result;
-  return callReal(realNccl.ncclRecv, buffer, count, type, peer, comm, stream);
+  if (!steer(OpKind::Recv, buffer, count, type, peer, comm, stream, &result)) {
+    result = callReal(realNccl.ncclRecv, buffer, count, type, peer, comm, stream);
+  }
+  return noteResult(result);
 }
 
 // --- Groups --------------------------------------------------------------------------------------
@@ -426,6 +442,15 @@ ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
 }
 
 ncclResult_t endOutermost(Group& open) {
+  if (open.failed != ncclSuccess) {
+    // As with NCCL nothing of the group happens. The peers count its operations: the communicators
+    // cannot go on.
+    for (const PendingOp& op : open.launcher.ops()) {
+      op.comm->fail(Status::error(Code::Aborted, "a call in the same group failed"));
+    }
+    const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+    return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
+  }
   if (open.launcher.empty()) return callReal(realNccl.ncclGroupEnd);
   SteeredComm& first = *open.launcher.ops().front().comm;
   if (!open.real) {
@@ -455,6 +480,7 @@ ncclResult_t groupEnd() {
   ncclResult_t result = endOutermost(open);
   open.launcher.clear();
   open.real = false;
+  open.failed = ncclSuccess;
   errno = savedErrno;
   if (open.creations.empty()) return result;
 

@@ -87,11 +87,14 @@ class Connection {
   /// `ready` then shows `turn`. The slot stays in use until `credit` shows `turn`. False: try later.
   [[nodiscard]] virtual bool tryWrite(std::uint32_t slot, std::uint64_t bytes, std::uint64_t turn) = 0;
 
+  /// Makes the peer look at its messages even if it sleeps, for those that end something. A system call.
+  virtual void nudge() = 0;
+
   /// True once the peer is known to be gone: what it sent before can still be received, nothing more
   /// will come. Any thread.
   [[nodiscard]] virtual bool peerGone() const = 0;
-  /// A descriptor that becomes readable when `watch` should be called, which finds out whether the
-  /// peer is gone. Any one thread, not necessarily that of the other calls.
+  /// A descriptor that becomes readable when `watch` should be called, which takes nudges and finds
+  /// out whether the peer is gone. Any one thread, not necessarily that of the other calls.
   [[nodiscard]] virtual int watchFd() const = 0;
   virtual void watch() = 0;
 };

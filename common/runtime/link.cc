@@ -157,6 +157,7 @@ void Link::dropEarly(std::uint64_t communicator) {
 void Link::send(const Message& message) {
   if (peerAbandoned_) return;
   if (!backlog_.empty() || !connection_->trySend(message)) backlog_.push_back(message);
+  if (message.type == MessageType::Failed) connection_->nudge();
 }
 
 bool Link::flushMessages() {

@@ -165,7 +165,8 @@ Status MoverClient::greet(const std::string& gpuUuid) {
   }
   if (!status) {
     return status.inContext(
-        fmt::format("the mover (process {}) of GPU {} did not come up", pid_, gpuUuid));
+        fmt::format("the mover (process {}) of GPU {} did not come up within {} ms (HOCCL_TIMEOUT_MS)",
+                    pid_, gpuUuid, timeoutMs_));
   }
   if (bytes != sizeof reply || reply.magic != kMoverMagic) {
     return Status::error(Code::Internal, "the mover's answer is not HOCCL's: library and hoccl-mover "
@@ -228,9 +229,10 @@ void MoverClient::releaseAll(const std::string& why) {
   }
   segment_.header().moverDead.store(1, std::memory_order_seq_cst);
   for (std::uint32_t i = 0; i < segment_.launchSlots(); ++i) {
-    Flag& finish = segment_.launch(i).finish;
+    LaunchFlags& flags = segment_.launch(i);
     const std::uint64_t last = lastSequence_[i].load(std::memory_order_seq_cst);
-    if (!finish.reached(last)) finish.set(last);
+    if (!flags.finish.reached(last)) flags.finish.set(last);
+    if (!flags.released.reached(last)) flags.released.set(last);
   }
   if (open) logError("{}", why);
 }
@@ -313,30 +315,42 @@ Status MoverClient::communicatorStatus(std::uint32_t index) const {
   return Status::error(code, getText(record.errorText));
 }
 
-Status MoverClient::takeSlot(Slot* slot) {
+bool MoverClient::tryTakeSlot(std::uint64_t sequence, Slot* slot) {
   const std::uint32_t count = segment_.launchSlots();
-  const std::uint64_t sequence = nextSequence_.fetch_add(1, std::memory_order_relaxed) + 1;
-  for (int spins = 0;; ++spins) {
-    // Go round in the window of slots last used, whose flags the caches still know; on to the next one
-    // only when all of it is busy.
-    const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
-    const std::uint32_t size = std::min(kSlotWindow, count);
-    const std::uint32_t window = last / size * size;
-    for (std::uint32_t i = 0; i < count; ++i) {
-      const std::uint32_t index =
-          (window + (i < size ? (last + 1 + i) % size : i)) % count;
-      const LaunchFlags& flags = segment_.launch(index);
-      std::uint64_t before = lastSequence_[index].load(std::memory_order_acquire);
-      // Free once its last launch has ended and its stream has passed the start: a start written late
-      // would step back behind the next one (rule 3).
-      if (before > sequence || !flags.finish.reached(before) || !flags.start.reached(before)) continue;
-      if (lastSequence_[index].compare_exchange_strong(before, sequence,
-                                                       std::memory_order_seq_cst)) {
-        nextSlot_.store(index, std::memory_order_relaxed);
-        *slot = {index, sequence};
-        return {};
-      }
+  // Go round in the window of slots last used, whose flags the caches still know; on to the next one
+  // only when all of it is busy.
+  const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
+  const std::uint32_t size = std::min(kSlotWindow, count);
+  const std::uint32_t window = last / size * size;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::uint32_t index = (window + (i < size ? (last + 1 + i) % size : i)) % count;
+    std::uint64_t before = lastSequence_[index].load(std::memory_order_acquire);
+    if (before > sequence || !segment_.launch(index).free(before)) continue;
+    if (lastSequence_[index].compare_exchange_strong(before, sequence, std::memory_order_seq_cst)) {
+      nextSlot_.store(index, std::memory_order_relaxed);
+      *slot = {index, sequence};
+      return true;
     }
+  }
+  return false;
+}
+
+Status MoverClient::takeSlots(std::span<Slot* const> slots) {
+  if (slots.size() > segment_.launchSlots()) {
+    return Status::error(Code::InvalidConfig,
+                         fmt::format("a group over {} streams needs as many launch slots, and "
+                                     "HOCCL_FLAG_POOL is {}",
+                                     slots.size(), segment_.launchSlots()));
+  }
+  for (int spins = 0;; ++spins) {
+    std::size_t taken = 0;
+    for (; taken < slots.size(); ++taken) {
+      const std::uint64_t sequence = nextSequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+      if (!tryTakeSlot(sequence, slots[taken])) break;
+    }
+    if (taken == slots.size()) return {};
+    // All or nothing: two groups that each hold a part would wait for each other.
+    while (taken > 0) giveBack(*slots[--taken]);
     if (segment_.header().moverDead.load(std::memory_order_relaxed)) {
       return Status::error(Code::Remote, "the mover has ended");
     }
@@ -345,8 +359,16 @@ Status MoverClient::takeSlot(Slot* slot) {
 }
 
 void MoverClient::giveBack(const Slot& slot) {
-  segment_.launch(slot.index).start.set(slot.sequence);
-  segment_.launch(slot.index).finish.set(slot.sequence);
+  LaunchFlags& flags = segment_.launch(slot.index);
+  flags.start.set(slot.sequence);
+  flags.finish.set(slot.sequence);
+  flags.released.set(slot.sequence);
+}
+
+void MoverClient::letGo(const Slot& slot) {
+  LaunchFlags& flags = segment_.launch(slot.index);
+  flags.finish.set(slot.sequence);
+  flags.released.set(slot.sequence);
 }
 
 void MoverClient::push(const OpDescriptor& descriptor) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -52,8 +53,9 @@ class MoverClient {
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
 
   // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
-  /// Takes a free launch slot; while all are busy it yields. Error: the mover is dead.
-  Status takeSlot(Slot* slot);
+  /// Takes free launch slots, all or none; while too few are free it yields. Error: more than there are
+  /// (HOCCL_FLAG_POOL), or the mover is dead.
+  Status takeSlots(std::span<Slot* const> slots);
   /// Device addresses of a slot's flags.
   [[nodiscard]] CUdeviceptr startAddress(const Slot& slot) const {
     return registration_.deviceAddress(segment_.launch(slot.index).start);
@@ -65,8 +67,10 @@ class MoverClient {
   void push(const OpDescriptor& descriptor);
   /// After the last push of a launch: wakes the mover if it sleeps.
   void ring();
-  /// A slot whose stream operations could not be issued.
+  /// A slot none of whose stream operations has been issued.
   void giveBack(const Slot& slot);
+  /// A slot whose start is on the stream, for a launch that is not handed over.
+  void letGo(const Slot& slot);
 
  private:
   MoverClient() = default;
@@ -74,6 +78,7 @@ class MoverClient {
   Status greet(const std::string& gpuUuid);
   void watch();
   void releaseAll(const std::string& why);
+  bool tryTakeSlot(std::uint64_t sequence, Slot* slot);
 
   const Driver* driver_ = nullptr;
   CUcontext context_ = nullptr;

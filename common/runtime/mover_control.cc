@@ -75,10 +75,8 @@ void MoverControl::run() {
         for (auto& [peer, connection] : connections_) {
           if (connection->watchFd() != fd) continue;
           connection->watch();
-          if (connection->peerGone()) {
-            ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-            post(LoopEvent{});  // wakes the loop, which looks at the connection itself
-          }
+          if (connection->peerGone()) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+          post(LoopEvent{});  // wakes the loop, which looks at the connection itself
         }
       }
     }

@@ -96,8 +96,8 @@ bool MoverLoop::takeEvents() {
         import->address = event.address;
         import->status = event.status;
         segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
-        if (event.status) import->state = Import::State::Ready;
-        // While it is still pending, an operation that ends takes itself off the list.
+        // While it is pending, an operation that ends takes itself off the list, and going on with one
+        // may end others.
         while (Op* op = import->waiters) {
           if (!event.status) {
             failCommunicator(*op->communicator, Code::Cuda, event.status.message());
@@ -107,7 +107,7 @@ bool MoverLoop::takeEvents() {
           op->address = import->address + op->descriptor.buffer.offset;
           arrived(op, Op::kForImport);
         }
-        if (!event.status) import->state = Import::State::Failed;
+        import->state = event.status ? Import::State::Ready : Import::State::Failed;
         break;
       }
       case LoopEvent::Kind::Stop:
@@ -319,7 +319,16 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(descriptor.peer)];
   PairWindow& window = op->send() ? pair.sends : pair.receives;
   PairWindow::Entry* entry = window.find(descriptor.pairSequence);
-  if (entry) entry->op = op;
+  if (!entry || entry->op) {
+    // In no window, so that failing the communicator does not reach it.
+    failCommunicator(communicator, Code::Internal,
+                     fmt::format("operation {} with {} is out of sequence", descriptor.pairSequence,
+                                 describePeer(communicator, descriptor.peer)));
+    op->failed = true;
+    finishOutOfSequence(op);
+    return;
+  }
+  entry->op = op;
   if (communicator.failed || broken_) {
     failOp(op);
     return;
@@ -327,19 +336,13 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   op->link = linkTo(communicator.info.peers[static_cast<std::size_t>(descriptor.peer)]);
   if (pair.dead) {
     // What the peer sent before it went may lie here in full.
-    const bool here = !op->send() && entry &&
+    const bool here = !op->send() &&
                       op->link->earlyBytes(communicator.info.id, descriptor.peer,
                                            descriptor.pairSequence) == descriptor.bytes;
     if (!here) {
       failCommunicator(communicator, Code::Remote, pair.why);
       return;
     }
-  }
-  if (!entry) {
-    failCommunicator(communicator, Code::Internal,
-                     fmt::format("operation {} with {} is out of sequence", descriptor.pairSequence,
-                                 describePeer(communicator, descriptor.peer)));
-    return;
   }
   bool fresh = false;
   op->import = imports_.acquire(descriptor.buffer, &fresh);
@@ -453,6 +456,12 @@ void MoverLoop::finishOp(Op* op) {
   Communicator& communicator = *op->communicator;
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op->descriptor.peer)];
   (op->send() ? pair.sends : pair.receives).finish(op->descriptor.pairSequence);
+  finishOutOfSequence(op);
+}
+
+/// Ends an operation that is in no window.
+void MoverLoop::finishOutOfSequence(Op* op) {
+  Communicator& communicator = *op->communicator;
   if (op->import) {
     if (op->import->state == Import::State::Pending) {
       for (Op** at = &op->import->waiters; *at; at = &(*at)->next) {
@@ -481,12 +490,14 @@ void MoverLoop::finishOp(Op* op) {
 }
 
 void MoverLoop::finishLaunch(Launch& launch) {
-  if (!launch.finishByLane) {
-    for (const Launch::Stream& stream : launch.streams) {
-      segment_.launch(stream.slot).finish.set(stream.sequence);
-    }
+  for (const Launch::Stream& stream : launch.streams) {
+    LaunchFlags& flags = segment_.launch(stream.slot);
+    if (!launch.finishByLane) flags.finish.set(stream.sequence);
   }
   launch.active = false;
+  for (const Launch::Stream& stream : launch.streams) {
+    segment_.launch(stream.slot).released.set(stream.sequence);
+  }
 }
 
 // --- Communicators and peers ---------------------------------------------------------------------
@@ -627,9 +638,9 @@ void MoverLoop::peerGone(const PeerId& peer, const std::string& why) {
 void MoverLoop::pairEnded(Communicator& communicator, std::int32_t peer, bool takeAnnounced,
                           const std::string& why) {
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(peer)];
-  if (pair.dead) return;
+  // Once more when the peer first aborts and then dies: what had been announced may now be torn.
+  if (!pair.dead) pair.why = fmt::format("{}: {}", describePeer(communicator, peer), why);
   pair.dead = true;
-  pair.why = fmt::format("{}: {}", describePeer(communicator, peer), why);
   bool doomed = false;
   pair.sends.forEach([&](PairWindow::Entry& entry) {
     doomed = doomed || (entry.op && entry.op->issued < entry.op->descriptor.bytes);

@@ -82,6 +82,7 @@ class MoverLoop final : public LinkOwner {
                 bool send, std::uint64_t own, std::uint64_t theirs);
   void failOp(Op* op);
   void finishOp(Op* op);
+  void finishOutOfSequence(Op* op);
   void finishLaunch(Launch& launch);
 
   // Communicators and peers.

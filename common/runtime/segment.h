@@ -16,16 +16,25 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 1;
+inline constexpr std::uint32_t kSegmentVersion = 2;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
 
-/// Both flags of one launch slot. A launch is all steered operations of one outermost group on one
-/// stream. `start` is written by the user's stream, `finish` by a copy lane or the mover.
+/// The flags of one launch slot. A launch is all steered operations of one outermost group on one
+/// stream. `start` is written by the user's stream, `finish` by a copy lane or the mover, and
+/// `released` by the mover when it has let go of the launch: a lane's `finish` shows before the mover has
+/// seen it, and the slot must not be used again in between.
 struct LaunchFlags {
   Flag start;
   Flag finish;
+  Flag released;
+
+  /// May be given to the next launch after the one with that sequence. A start written late would step
+  /// back behind the next one's (rule 3), so it has to have come, too.
+  [[nodiscard]] bool free(std::uint64_t sequence) const {
+    return released.reached(sequence) && start.reached(sequence);
+  }
 };
 
 enum class OpKind : std::uint32_t {

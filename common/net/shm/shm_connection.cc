@@ -77,12 +77,21 @@ bool ShmConnection::tryReceive(Message* message) {
   return true;
 }
 
+void ShmConnection::nudge() {
+  const char byte = 0;
+  // A full socket holds nudges the peer has not taken yet, and a closed one nobody to wake.
+  [[maybe_unused]] ssize_t sent = ::send(socket_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
 void ShmConnection::watch() {
-  // After the set-up nobody sends on the socket, so whatever it has to say is the peer's end.
-  char byte = 0;
-  const ssize_t got = ::recv(socket_.get(), &byte, 1, MSG_DONTWAIT);
-  const bool alive = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-  if (!alive) gone_.store(true, std::memory_order_release);
+  // After the set-up only nudges come over the socket, and the peer's end.
+  for (char byte = 0;;) {
+    const ssize_t got = ::recv(socket_.get(), &byte, 1, MSG_DONTWAIT);
+    if (got > 0) continue;
+    const bool alive = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+    if (!alive) gone_.store(true, std::memory_order_release);
+    return;
+  }
 }
 
 }  // namespace hoccl

@@ -30,6 +30,7 @@ class ShmConnection final : public Connection {
   [[nodiscard]] bool tryWrite(std::uint32_t, std::uint64_t, std::uint64_t) override { return false; }
   [[nodiscard]] bool peerGone() const override { return gone_.load(std::memory_order_acquire); }
   [[nodiscard]] int watchFd() const override { return socket_.get(); }
+  void nudge() override;
   void watch() override;
 
  private:
