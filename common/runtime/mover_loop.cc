@@ -49,8 +49,8 @@ void MoverLoop::run() {
     moved |= takeEvents();
     moved |= pollStarts();
     moved |= progressLinks();
-    if (!dying_.empty() || leaving_) takeLeave();
     if (!closable_.empty()) acknowledgeCloses();
+    if (!dying_.empty() || abandoned_) takeLeave();
     if (stopping_) tryStop();
     rest(moved);
   }
@@ -132,14 +132,16 @@ bool MoverLoop::pollStarts() {
       const Launch::Stream& stream = launch.streams[s];
       come = segment_.launch(stream.slot).start.reached(stream.sequence);
     }
-    if (!come && launch.active) {
+    // A slot may stand here twice when a launch ended before its start and the slot was used again.
+    const bool over = !launch.active || launch.started;
+    if (!come && !over) {
       ++i;
       continue;
     }
     starting_[i] = starting_.back();
     starting_.pop_back();
     any = true;
-    if (!launch.active) continue;  // every operation failed before the start
+    if (over) continue;
     launch.started = true;
     // An operation that is ready at once may end inside arrived(), and with it the launch.
     for (std::size_t k = 0; k < launch.ops.size(); ++k) {
@@ -225,10 +227,11 @@ void MoverLoop::takeLeave() {
     }
   }
   // A dead link goes when no copy touches its memory any more.
-  leaving_ = false;
+  leaving_ = abandoned_ = false;
   for (auto position = links_.begin(); position != links_.end();) {
     Link& link = *position->second;
     if (!link.abandoned() || link.copying() || link.holdsEarly()) {
+      abandoned_ = abandoned_ || link.abandoned();
       leaving_ = leaving_ || (link.abandoned() && !link.holdsEarly());
       ++position;
       continue;
@@ -334,7 +337,8 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
     return;
   }
   op->link = linkTo(communicator.info.peers[static_cast<std::size_t>(descriptor.peer)]);
-  if (pair.dead) {
+  if (pair.dead || op->link->abandoned()) {
+    if (!pair.dead) pair.why = describePeer(communicator, descriptor.peer) + ": its mover has ended";
     // What the peer sent before it went may lie here in full.
     const bool here = !op->send() &&
                       op->link->earlyBytes(communicator.info.id, descriptor.peer,

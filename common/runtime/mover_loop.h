@@ -124,7 +124,8 @@ class MoverLoop final : public LinkOwner {
   ImportCache imports_;
   std::vector<ControlRequest> requests_;  ///< those the queue had no room for
   std::uint32_t pendingOps_ = 0;
-  bool leaving_ = false;     ///< a dead peer's link still has a copy in flight
+  bool abandoned_ = false;   ///< a dead peer's link is still there
+  bool leaving_ = false;     ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
   std::vector<Op*> scratch_;
   bool stopping_ = false;

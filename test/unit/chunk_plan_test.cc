@@ -9,14 +9,16 @@
 namespace hoccl {
 namespace {
 
-const std::vector<std::uint64_t> kSlotSizes = {
-    128 << 10, (128 << 10) + 1, 192 << 10, 1 << 20, (1 << 20) + 4097, 8 << 20, 64 << 20, 1ull << 30};
+const std::vector<std::uint64_t> kSlotSizes = {128 << 10, (128 << 10) + 1,  192 << 10,
+                                               1 << 20,   (1 << 20) + 4097, 8 << 20,
+                                               64 << 20,  1ull << 30};
 
 /// Odd sizes, powers of two and their neighbours, multiples of the slot and their neighbours.
 std::vector<std::uint64_t> sizesFor(std::uint64_t slot) {
   std::set<std::uint64_t> sizes;
   auto around = [&](std::uint64_t middle) {
-    for (std::int64_t d : {-65537, -65536, -65535, -4097, -4096, -1, 0, 1, 4095, 4096, 65535, 65536}) {
+    for (std::int64_t d :
+         {-65537, -65536, -65535, -4097, -4096, -1, 0, 1, 4095, 4096, 65535, 65536}) {
       const auto size = static_cast<std::int64_t>(middle) + d;
       if (size >= static_cast<std::int64_t>(kMinChunkBytes)) {
         sizes.insert(static_cast<std::uint64_t>(size));

@@ -1,8 +1,8 @@
 #pragma once
 
-// Stand-ins for what the runtime's tests need around the code they look at: copy lanes, a connection, a
-// driver table, and a whole mover with its application's side, all in one process and without CUDA.
-// "Device memory" is ordinary memory, and a device address is the host address.
+// Stand-ins for what the runtime's tests need around the code they look at: copy lanes, a
+// connection, a driver table, and a whole mover with its application's side, all in one process and
+// without CUDA. "Device memory" is ordinary memory, and a device address is the host address.
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -55,8 +55,8 @@ inline bool waitUntil(const std::function<bool()>& condition, std::uint64_t ms =
   return true;
 }
 
-/// The seed of this run: --gtest_random_seed if given, else a new one. Printed, so that a failure can
-/// be run again.
+/// The seed of this run: --gtest_random_seed if given, else a new one. Printed, so that a failure
+/// can be run again.
 inline std::uint32_t testSeed() {
   std::uint32_t seed = static_cast<std::uint32_t>(GTEST_FLAG_GET(random_seed));
   if (seed == 0) seed = std::random_device()() % 99999 + 1;
@@ -72,8 +72,8 @@ inline bool chance(Rng& rng, double probability) {
   return std::bernoulli_distribution(probability)(rng);
 }
 
-/// Bytes that tell where they belong: no two transfers and no two offsets look alike for long. This is
-/// the word at `offset`, a multiple of 8, of transfer `key`.
+/// Bytes that tell where they belong: no two transfers and no two offsets look alike for long. This
+/// is the word at `offset`, a multiple of 8, of transfer `key`.
 inline std::uint64_t patternWord(std::uint64_t key, std::uint64_t offset) {
   const std::uint64_t v = (offset / 8 + 1) * 0x9e3779b97f4a7c15ull ^ key * 0xff51afd7ed558ccdull;
   return v ^ v >> 29;
@@ -82,7 +82,8 @@ inline std::byte patternAt(std::uint64_t key, std::uint64_t offset) {
   return static_cast<std::byte>(patternWord(key, offset) >> (offset % 8 * 8));
 }
 /// Bytes [offset, offset + length) of transfer `key`; whole words at a time, which sanitizers like.
-inline void writePattern(std::byte* to, std::uint64_t key, std::uint64_t offset, std::uint64_t length) {
+inline void writePattern(std::byte* to, std::uint64_t key, std::uint64_t offset,
+                         std::uint64_t length) {
   for (std::uint64_t i = 0; i < length;) {
     if ((offset + i) % 8 == 0 && length - i >= 8) {
       const std::uint64_t word = patternWord(key, offset + i);
@@ -114,8 +115,7 @@ class DeviceBuffer {
     for (std::uint64_t i = 0; !same && i < bytes_; ++i) {
       if (data()[i] != expected[i]) {
         return fmt::format("byte {} of {} is {:#x}, not {:#x}", i, bytes_,
-                           static_cast<unsigned>(data()[i]),
-                           static_cast<unsigned>(expected[i]));
+                           static_cast<unsigned>(data()[i]), static_cast<unsigned>(expected[i]));
       }
     }
     return checkGuards();
@@ -185,8 +185,8 @@ class ManualLane final : public Lane {
   std::deque<LaneJob> jobs_;
 };
 
-/// The copy engines of one fake GPU: a thread that ends the jobs of its lanes, in order within a lane,
-/// in random order among lanes, and can be held.
+/// The copy engines of one fake GPU: a thread that ends the jobs of its lanes, in order within a
+/// lane, in random order among lanes, and can be held.
 class CopyEngines {
  public:
   explicit CopyEngines(std::uint32_t seed) : rng_(seed) {}
@@ -321,7 +321,8 @@ struct FakeWire {
       ring.pop_front();
       return true;
     }
-    [[nodiscard]] bool tryWrite(std::uint32_t slot, std::uint64_t bytes, std::uint64_t turn) override {
+    [[nodiscard]] bool tryWrite(std::uint32_t slot, std::uint64_t bytes,
+                                std::uint64_t turn) override {
       if (chance(wire_->rng, wire_->settings.refuse)) {
         ++wire_->writesRefused;
         return false;
@@ -403,8 +404,8 @@ struct FakeWire {
 
 // --- A driver table ------------------------------------------------------------------------------
 
-/// What the fake driver's imports and registrations do (all movers share it); a buffer's handle names the buffer itself
-/// and the result.
+/// What the fake driver's imports and registrations do (all movers share it); a buffer's handle
+/// names the buffer itself and the result.
 struct FakeImports {
   std::atomic<bool> held{false};  ///< cuIpcOpenMemHandle does not return
   std::atomic<std::uint32_t> opened{0}, closed{0};
@@ -480,7 +481,8 @@ inline BufferRef refTo(DeviceBuffer& buffer, std::uint64_t allocationId,
 /// Set by a test that counts what the loop's thread allocates.
 inline thread_local std::atomic<std::uint64_t>* allocationCounter = nullptr;
 
-/// One mover (loop, control thread, shm transport, fake engines) and the segment's application side.
+/// One mover (loop, control thread, shm transport, fake engines) and the segment's application
+/// side.
 class TestMover {
  public:
   struct Options {
@@ -524,15 +526,15 @@ class TestMover {
     check(random64(&self_.low));
     check(makeShmTransport(self_, {options.slots, options.slotBytes}, &transport_));
     check(makeSocketPair(&application_, &moverEnd_));
-    control_ = std::make_unique<MoverControl>(
-        MoverControl::Dependencies{.driver = fakeDriver(),
-                                   .context = nullptr,
-                                   .queues = &queues_,
-                                   .transport = transport_.get(),
-                                   .self = self_,
-                                   .application = moverEnd_.get(),
-                                   .applicationPidfd = UniqueFd()},
-        config);
+    control_ =
+        std::make_unique<MoverControl>(MoverControl::Dependencies{.driver = fakeDriver(),
+                                                                  .context = nullptr,
+                                                                  .queues = &queues_,
+                                                                  .transport = transport_.get(),
+                                                                  .self = self_,
+                                                                  .application = moverEnd_.get(),
+                                                                  .applicationPidfd = UniqueFd()},
+                                       config);
     MoverLoop::Dependencies d;
     d.segment = segment;
     d.segmentRegistration = &registration_;
@@ -592,13 +594,14 @@ class TestMover {
     std::vector<UniqueFd> none;
     HOCCL_RETURN_IF_ERROR(
         sendWithFdsWithin(application_.get(), &request, sizeof request, {&fd, 1}, kPatienceMs));
-    HOCCL_RETURN_IF_ERROR(recvWithFdsWithin(application_.get(), &reply, sizeof reply, &bytes, &none,
-                                            kPatienceMs));
+    HOCCL_RETURN_IF_ERROR(
+        recvWithFdsWithin(application_.get(), &reply, sizeof reply, &bytes, &none, kPatienceMs));
     if (bytes != sizeof reply || !reply.ok) return Status::error(Code::System, getText(reply.text));
     return {};
   }
 
-  /// One launch of `ops` over `streams` streams, whose starts are written at once unless told not to.
+  /// One launch of `ops` over `streams` streams, whose starts are written at once unless told not
+  /// to.
   Ticket launch(const std::vector<OpSpec>& ops, std::uint32_t streams = 1, bool start = true) {
     Ticket ticket;
     for (std::uint32_t i = 0; i < streams; ++i) ticket.streams.push_back(takeSlot());
@@ -634,7 +637,8 @@ class TestMover {
     ring();
   }
   [[nodiscard]] bool finished(const Ticket& ticket, std::size_t stream) const {
-    return segment.launch(ticket.streams[stream].first).finish.reached(ticket.streams[stream].second);
+    return segment.launch(ticket.streams[stream].first)
+        .finish.reached(ticket.streams[stream].second);
   }
   [[nodiscard]] bool finished(const Ticket& ticket) const {
     for (std::size_t i = 0; i < ticket.streams.size(); ++i) {
@@ -669,7 +673,8 @@ class TestMover {
     return static_cast<Code>(segment.communicator(communicator).errorCode.load());
   }
   [[nodiscard]] std::string errorText(std::uint32_t communicator) const {
-    return code(communicator) == Code::Ok ? "" : getText(segment.communicator(communicator).errorText);
+    return code(communicator) == Code::Ok ? ""
+                                          : getText(segment.communicator(communicator).errorText);
   }
   [[nodiscard]] bool waitForClose(std::uint32_t communicator, std::uint64_t count = 1) const {
     return waitUntil([&] { return segment.communicator(communicator).closes.load() >= count; });
@@ -688,16 +693,18 @@ class TestMover {
   std::pair<std::uint32_t, std::uint64_t> takeSlot() {
     std::pair<std::uint32_t, std::uint64_t> taken{0, ++sequence_};
     last_.resize(segment.launchSlots());
-    const bool found = waitUntil([&] {
-      for (std::uint32_t i = 0; i < segment.launchSlots(); ++i) {
-        const std::uint32_t index = (nextSlot_ + i) % segment.launchSlots();
-        const LaunchFlags& flags = segment.launch(index);
-        if (!flags.free(last_[index])) continue;
-        taken.first = index;
-        return true;
-      }
-      return false;
-    }, stuck_ ? 0 : kPatienceMs);
+    const bool found = waitUntil(
+        [&] {
+          for (std::uint32_t i = 0; i < segment.launchSlots(); ++i) {
+            const std::uint32_t index = (nextSlot_ + i) % segment.launchSlots();
+            const LaunchFlags& flags = segment.launch(index);
+            if (!flags.free(last_[index])) continue;
+            taken.first = index;
+            return true;
+          }
+          return false;
+        },
+        stuck_ ? 0 : kPatienceMs);
     EXPECT_TRUE(found) << "no launch slot becomes free";
     stuck_ = !found;  // a test that goes on does not wait as long again
     last_[taken.first] = taken.second;

@@ -1,6 +1,6 @@
-// Two links joined by a connection inside one thread, over lanes that end their jobs at random times:
-// the chunk state machines with everything around them under control. Each edge of both machines shows
-// in something the link asks of its surroundings, and is counted there.
+// Two links joined by a connection inside one thread, over lanes that end their jobs at random
+// times: the chunk state machines with everything around them under control. Each edge of both
+// machines shows in something the link asks of its surroundings, and is counted there.
 
 #include "common/runtime/link.h"
 
@@ -40,7 +40,10 @@ struct Edges {
 class End final : public LinkOwner {
  public:
   End(FakeWire* wire, int side, std::uint32_t depth, Edges* edges)
-      : wire_(wire), side_(side), edges_(edges), link(this, {0, static_cast<std::uint64_t>(2 - side)}) {
+      : wire_(wire),
+        side_(side),
+        edges_(edges),
+        link(this, {0, static_cast<std::uint64_t>(2 - side)}) {
     out_.depth = in_.depth = depth;
     for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
       auto out = std::make_unique<ManualLane>(LaneDirection::ToHost);
@@ -163,7 +166,10 @@ class End final : public LinkOwner {
 /// Both ends and the wire, driven round by round in random order.
 struct Pair {
   Pair(const FakeWire::Settings& settings, std::uint32_t seed, std::uint32_t depth = 3)
-      : rng(seed), wire(settings, seed + 1), a(&wire, 0, depth, &edges), b(&wire, 1, depth, &edges) {}
+      : rng(seed),
+        wire(settings, seed + 1),
+        a(&wire, 0, depth, &edges),
+        b(&wire, 1, depth, &edges) {}
   void step() {
     for (End* end : {&a, &b}) {
       if (chance(rng, 0.8)) end->round();
@@ -349,16 +355,15 @@ TEST_P(LinkTest, Rule7AReceiverThatNeverComesHoldsUpNobody) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, LinkTest,
-    ::testing::Values(Case{"Shared", {}, 3},
-                      Case{"SharedOneSlot", {.slots = 1}, 3},
-                      Case{"SharedDepthOne", {.slots = 8}, 1},
-                      Case{"SharedRingOfTwo", {.ringMessages = 2}, 3},
-                      Case{"SharedRingOfOne", {.ringMessages = 1}, 3},
-                      Case{"Separate", {.shared = false, .refuse = 0.5, .late = 0.3}, 3},
-                      Case{"SeparateOneSlot", {.slots = 1, .shared = false, .refuse = 0.5, .late = 0.3}, 2},
-                      Case{"SeparateRingOfTwo",
-                           {.ringMessages = 2, .shared = false, .refuse = 0.2, .late = 0.2},
-                           3}),
+    ::testing::Values(
+        Case{"Shared", {}, 3}, Case{"SharedOneSlot", {.slots = 1}, 3},
+        Case{"SharedDepthOne", {.slots = 8}, 1}, Case{"SharedRingOfTwo", {.ringMessages = 2}, 3},
+        Case{"SharedRingOfOne", {.ringMessages = 1}, 3},
+        Case{"Separate", {.shared = false, .refuse = 0.5, .late = 0.3}, 3},
+        Case{"SeparateOneSlot", {.slots = 1, .shared = false, .refuse = 0.5, .late = 0.3}, 2},
+        Case{"SeparateRingOfTwo",
+             {.ringMessages = 2, .shared = false, .refuse = 0.2, .late = 0.2},
+             3}),
     [](const ::testing::TestParamInfo<Case>& info) { return std::string(info.param.name); });
 
 TEST(Link, EarlyBytesAreCountedByOperation) {
@@ -394,7 +399,10 @@ TEST(Rule10, AnAnnouncementThatContradictsTheSlotIsRefused) {
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.slot = 4; })));
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.slot = ~0u; })));
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.turn = 0; })));
-  EXPECT_FALSE(link.announce(changed([](Message& m) { m.length = (128 << 10) + 1; m.bytes = 1 << 20; })));
+  EXPECT_FALSE(link.announce(changed([](Message& m) {
+    m.length = (128 << 10) + 1;
+    m.bytes = 1 << 20;
+  })));
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.offset = 100'001; })));
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.offset = 30'001; })));
   EXPECT_FALSE(link.announce(changed([](Message& m) { m.offset = ~0ull; })));
@@ -412,8 +420,8 @@ TEST(Rule9, ADeadPeersAnnouncementsThatCannotComeAreNamed) {
   Staging& there = pair.wire.staging[1];
   auto announce = [&](std::uint32_t slot, std::uint64_t sequence, std::uint64_t bytes,
                       std::uint64_t offset, std::uint64_t length, bool arrived) {
-    ASSERT_TRUE(pair.a.link.announce(test::ScriptedPeer::chunk(kCommunicator, 1, 0, sequence, slot,
-                                                               bytes, offset, length)));
+    ASSERT_TRUE(pair.a.link.announce(
+        test::ScriptedPeer::chunk(kCommunicator, 1, 0, sequence, slot, bytes, offset, length)));
     if (arrived) there.out[slot].ready->set(1);
   };
   announce(0, 0, 70'000, 0, 70'000, true);
@@ -431,17 +439,36 @@ TEST(Rule9, ADeadPeersAnnouncementsThatCannotComeAreNamed) {
   EXPECT_TRUE(pair.a.link.quiet()) << "every slot is taken back";
 }
 
-TEST(Link, ALaneThatRefusesIsFatalAndTheSlotIsNotLost) {
+TEST(Link, ALaneThatRefusesIsFatalAndNothingPassesForArrived) {
   Pair pair({}, 1);
-  DeviceBuffer from(70'000);
+  DeviceBuffer from(70'001), to(70'001);
+  Op* receive = pair.b.post(OpKind::Recv, 0, to);
   for (ManualLane* lane : pair.a.lanes) lane->fail = true;
   Op* send = pair.a.post(OpKind::Send, 0, from);
   pair.a.round();
   ASSERT_EQ(pair.a.fatals.size(), 1u);
   EXPECT_NE(pair.a.fatals[0].find("fake lane refuses"), std::string::npos);
   pair.a.round();
-  EXPECT_EQ(send->copiesInFlight, 0u) << "an operation that waits for a copy that never began hangs";
+  EXPECT_EQ(send->copiesInFlight, 0u)
+      << "an operation that waits for a copy that never began hangs";
   EXPECT_EQ(pair.a.outLanes().inFlight, 0u);
+  // The chunk was announced before; its slot holds whatever lay there.
+  EXPECT_FALSE(pair.run([&] { return End::finished(receive); }, 1000))
+      << "the receiver takes a slot that was never filled";
+  EXPECT_EQ(to.untouched(), "");
+}
+
+TEST(Link, AReceivingLaneThatRefusesIsFatal) {
+  Pair pair({}, 1);
+  DeviceBuffer from(70'001), to(70'001);
+  for (ManualLane* lane : pair.b.lanes) lane->fail = true;
+  Op* receive = pair.b.post(OpKind::Recv, 0, to);
+  Op* send = pair.a.post(OpKind::Send, 0, from);
+  EXPECT_TRUE(pair.run([&] { return !pair.b.fatals.empty() && End::finished(send); }));
+  for (int i = 0; i < 100; ++i) pair.step();
+  EXPECT_EQ(receive->copiesInFlight, 0u);
+  EXPECT_EQ(pair.b.inLanes().inFlight, 0u);
+  EXPECT_TRUE(pair.a.link.quiet()) << "the sender's slot comes back";
 }
 
 }  // namespace

@@ -48,8 +48,8 @@ using test::pick;
 using test::refTo;
 using test::Rng;
 using test::ScriptedPeer;
-using test::testSeed;
 using test::TestMover;
+using test::testSeed;
 using test::waitUntil;
 using Options = TestMover::Options;
 using Ticket = TestMover::Ticket;
@@ -60,13 +60,13 @@ std::uint64_t freshAllocation() {
 }
 TestMover::OpSpec sendTo(std::int32_t peer, std::uint64_t sequence, DeviceBuffer& buffer,
                          std::uint32_t communicator = 0) {
-  return {OpKind::Send, communicator, peer, buffer.bytes(), sequence,
-          refTo(buffer, freshAllocation())};
+  return {OpKind::Send,   communicator, peer,
+          buffer.bytes(), sequence,     refTo(buffer, freshAllocation())};
 }
 TestMover::OpSpec receiveFrom(std::int32_t peer, std::uint64_t sequence, DeviceBuffer& buffer,
                               std::uint32_t communicator = 0) {
-  return {OpKind::Recv, communicator, peer, buffer.bytes(), sequence,
-          refTo(buffer, freshAllocation())};
+  return {OpKind::Recv,   communicator, peer,
+          buffer.bytes(), sequence,     refTo(buffer, freshAllocation())};
 }
 
 bool contains(const std::string& text, const std::string& words) {
@@ -174,7 +174,8 @@ TEST(MoverLoop, Rule12EveryByteOfManySizesBothWays) {
 TEST(MoverLoop, Rule5NoCopyIsShorterThan64KiB) {
   Two two;
   std::uint64_t sequence = 0;
-  for (std::uint64_t bytes : {65536u, 65537u, 131071u, 131073u, 196607u, 196609u, 262145u, 393217u}) {
+  for (std::uint64_t bytes :
+       {65536u, 65537u, 131071u, 131073u, 196607u, 196609u, 262145u, 393217u}) {
     DeviceBuffer from(bytes), to(bytes);
     from.fill(bytes);
     const Ticket receive = two.b->launch({receiveFrom(0, sequence, to)});
@@ -293,8 +294,8 @@ TEST(MoverLoop, ALaunchOverTwoStreamsStartsAndFinishesTogether) {
   ASSERT_TRUE(waitUntil([&] { return two.a->engines.submitted.load() >= 3; }));
   two.a->engines.letThrough(2);
   ASSERT_TRUE(waitUntil([&] { return two.a->engines.ended.load() == 2; }));
-  EXPECT_FALSE(waitUntil(
-      [&] { return two.a->finished(launch, 0) || two.a->finished(launch, 1); }, 50));
+  EXPECT_FALSE(
+      waitUntil([&] { return two.a->finished(launch, 0) || two.a->finished(launch, 1); }, 50));
   two.a->engines.hold(false);
   ASSERT_TRUE(two.a->waitFor(launch) && two.b->waitFor(r0));
   EXPECT_EQ(to0.check(0), "");
@@ -365,8 +366,8 @@ TEST(MoverLoop, AnOperationOutOfSequenceFailsAndEnds) {
 }
 
 TEST(MoverLoop, ASlotUsedAgainAsSoonAsTheLaneShowsItsEnd) {
-  // The lane writes `finish` before the flag by which the loop learns of the copy's end: with one slot
-  // the application's next operation comes in between.
+  // The lane writes `finish` before the flag by which the loop learns of the copy's end: with one
+  // slot the application's next operation comes in between.
   Options one;
   one.launchSlots = 1;
   Two two(one, Options{});
@@ -451,8 +452,8 @@ TEST(MoverLoop, ASizeMismatchNamesBothSidesOnBothSides) {
         EXPECT_TRUE(contains(text, std::to_string(sendBytes))) << text;
         EXPECT_TRUE(contains(text, "80002")) << text;
         const bool isA = mover == two.a.get();
-        EXPECT_TRUE(contains(text, isA ? "rank 1 (host hostB, process 222)"
-                                       : "rank 0 (host hostA, process 111)"))
+        EXPECT_TRUE(contains(
+            text, isA ? "rank 1 (host hostB, process 222)" : "rank 0 (host hostA, process 111)"))
             << text;
       }
       EXPECT_TRUE(two.a->waitFor(send) && two.b->waitFor(receive)) << "streams are released";
@@ -463,7 +464,8 @@ TEST(MoverLoop, ASizeMismatchNamesBothSidesOnBothSides) {
 }
 
 TEST(MoverLoop, AFailureReachesAMoverThatSleeps) {
-  // The send's bytes fitted the eager slots, so it is over when the receiver finds the sizes to differ.
+  // The send's bytes fitted the eager slots, so it is over when the receiver finds the sizes to
+  // differ.
   Two two;
   DeviceBuffer from(70'001), to(80'002);
   ASSERT_TRUE(two.a->waitFor(two.a->launch({sendTo(1, 0, from)})));
@@ -566,8 +568,8 @@ struct LeftBehind : Scripted {
     const Ticket receive = mover.launch({receiveFrom(1, 0, first)});
     EXPECT_TRUE(peer.accept());
     for (std::uint64_t sequence : {0u, 1u}) {
-      const Message chunk = ScriptedPeer::chunk(kId, 1, 0, sequence,
-                                                static_cast<std::uint32_t>(sequence), 70'001, 0, 70'001);
+      const Message chunk = ScriptedPeer::chunk(
+          kId, 1, 0, sequence, static_cast<std::uint32_t>(sequence), 70'001, 0, 70'001);
       EXPECT_TRUE(peer.send(chunk));
       peer.deliver(chunk, sequence);
     }
@@ -596,8 +598,8 @@ TEST(MoverLoop, ADeadPeersLinkGoesWithTheLastOfItsChunks) {
 
 TEST(MoverLoop, Rule9ADeadPeerIsDeadForLaterCommunicatorsToo) {
   LeftBehind s;
-  ASSERT_TRUE(s.mover.addCommunicator(
-      1, kId + 1, 0, {s.mover.place("hostA", 111), s.peer.place("hostB", 222)}));
+  ASSERT_TRUE(s.mover.addCommunicator(1, kId + 1, 0,
+                                      {s.mover.place("hostA", 111), s.peer.place("hostB", 222)}));
   DeviceBuffer to(70'001);
   EXPECT_TRUE(s.mover.waitFor(s.mover.launch({receiveFrom(1, 0, to, 1)}), 3'000));
   EXPECT_EQ(s.mover.code(1), Code::Remote);
@@ -757,7 +759,7 @@ TEST(MoverLoop, ADriverCallThatFailsEndsEverythingWithItsReason) {
   ASSERT_TRUE(waitUntil([&] { return two.a->code(0) == Code::Cuda; }));
   EXPECT_TRUE(contains(two.a->errorText(0), "fake engines refuse")) << two.a->errorText(0);
   ASSERT_TRUE(two.b->waitFor(receive));
-  EXPECT_EQ(two.b->code(0), Code::Remote);
+  EXPECT_EQ(two.b->code(0), Code::Remote) << "a receive without its bytes must not succeed";
 }
 
 // --- Abort and close -----------------------------------------------------------------------------
@@ -840,7 +842,8 @@ TEST(MoverLoop, ACommunicatorThatThePeerDoesNotKnow) {
   Two two;
   DeviceBuffer warmFrom(70'001), warmTo(70'001), buffer(900'001);
   const Ticket warmSend = two.a->launch({sendTo(1, 0, warmFrom)});
-  ASSERT_TRUE(two.b->waitFor(two.b->launch({receiveFrom(0, 0, warmTo)})) && two.a->waitFor(warmSend));
+  ASSERT_TRUE(two.b->waitFor(two.b->launch({receiveFrom(0, 0, warmTo)})) &&
+              two.a->waitFor(warmSend));
   const std::vector<PeerRecord> peers{two.a->place("hostA", 111), two.b->place("hostB", 222)};
   ASSERT_TRUE(two.a->addCommunicator(5, kId + 5, 0, peers));
   ASSERT_TRUE(two.a->addCommunicator(6, kId + 6, 0, peers));
@@ -886,8 +889,7 @@ TEST(MoverLoop, Rule8ImportsAreReusedAndBounded) {
   const BufferRef target = refTo(to, freshAllocation());
   std::uint64_t sequence = 0;
   auto transfer = [&](std::size_t i) {
-    const Ticket receive =
-        two.b->launch({{OpKind::Recv, 0, 0, to.bytes(), sequence, target}});
+    const Ticket receive = two.b->launch({{OpKind::Recv, 0, 0, to.bytes(), sequence, target}});
     const Ticket send = two.a->launch({{OpKind::Send, 0, 1, to.bytes(), sequence, refs[i]}});
     ++sequence;
     ASSERT_TRUE(two.a->waitFor(send) && two.b->waitFor(receive));
@@ -917,8 +919,8 @@ TEST(MoverLoop, AFailureAsTheImportComesLeavesNoWaiterBehind) {
     ~Hold() { fakeImports().held = false; }
   } hold;
   const BufferRef ref = refTo(buffer, freshAllocation());
-  const Ticket both = s.mover.launch({{OpKind::Recv, 0, 1, 100'001, 1, ref},
-                                      {OpKind::Recv, 0, 1, 100'001, 2, ref}});
+  const Ticket both = s.mover.launch(
+      {{OpKind::Recv, 0, 1, 100'001, 1, ref}, {OpKind::Recv, 0, 1, 100'001, 2, ref}});
   const Message wrong = ScriptedPeer::chunk(kId, 1, 0, 2, 0, 99'001, 0, 99'001);
   const Message right = ScriptedPeer::chunk(kId, 1, 0, 0, 1, 70'001, 0, 70'001);
   for (const Message& m : {wrong, right}) {

@@ -93,17 +93,22 @@ TEST_P(Rule10, TornSegmentIsRefusedAndNamed) {
 INSTANTIATE_TEST_SUITE_P(
     Segment, Rule10,
     ::testing::Values(
-        Torn{"ShorterThanHeader", [](SegmentHeader&, std::size_t* bytes) { *bytes = 100; },
+        Torn{"ShorterThanHeader",
+             [](SegmentHeader&, std::size_t* bytes) { *bytes = 100; },
              {"100 bytes", "header"}},
         Torn{"Magic", [](SegmentHeader& h, std::size_t*) { h.magic = 0x1234; }, {"magic 0x1234"}},
-        Torn{"Version", [](SegmentHeader& h, std::size_t*) { h.version = 99; },
+        Torn{"Version",
+             [](SegmentHeader& h, std::size_t*) { h.version = 99; },
              {"version 99", "different builds"}},
-        Torn{"NoLaunchSlots", [](SegmentHeader& h, std::size_t*) { h.launchSlots = 0; },
+        Torn{"NoLaunchSlots",
+             [](SegmentHeader& h, std::size_t*) { h.launchSlots = 0; },
              {"0 launch slots"}},
-        Torn{"MoreLaunchSlots", [](SegmentHeader& h, std::size_t*) { h.launchSlots = 1 << 30; },
+        Torn{"MoreLaunchSlots",
+             [](SegmentHeader& h, std::size_t*) { h.launchSlots = 1 << 30; },
              {"1073741824 launch slots"}},
         Torn{"Bytes", [](SegmentHeader& h, std::size_t*) { h.bytes = 77; }, {"in 77 bytes"}},
-        Torn{"MappedLess", [](SegmentHeader&, std::size_t* bytes) { *bytes -= 4096; },
+        Torn{"MappedLess",
+             [](SegmentHeader&, std::size_t* bytes) { *bytes -= 4096; },
              {"mapped", "64 launch slots"}}),
     [](const ::testing::TestParamInfo<Torn>& info) { return std::string(info.param.what); });
 

@@ -18,12 +18,14 @@ struct Lamp {
 using Edge = Transition<Light, Lamp>;
 
 constexpr Edge kEdges[] = {
-    {Light::Off, Light::Red, [](const Lamp& l) { return l.power; }, [](Lamp& l) { l.log += "on,"; }},
+    {Light::Off, Light::Red, [](const Lamp& l) { return l.power; },
+     [](Lamp& l) { l.log += "on,"; }},
     {Light::Red, Light::Green, [](const Lamp& l) { return l.go; }, [](Lamp& l) { l.log += "go,"; }},
     // Never taken from Red while the edge above applies: the first one wins.
     {Light::Red, Light::Off, [](const Lamp& l) { return l.go || !l.power; },
      [](Lamp& l) { l.log += "off,"; }},
-    {Light::Green, Light::Red, [](const Lamp& l) { return !l.go; }, [](Lamp& l) { l.log += "stop,"; }},
+    {Light::Green, Light::Red, [](const Lamp& l) { return !l.go; },
+     [](Lamp& l) { l.log += "stop,"; }},
 };
 
 TEST(StateMachine, StaysWhereNoEdgeApplies) {

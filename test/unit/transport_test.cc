@@ -1,5 +1,5 @@
-// What every transport promises, checked on each of them through the interface alone. What only one of
-// them can be fed (a stranger's bytes) is behind TransportKind.
+// What every transport promises, checked on each of them through the interface alone. What only one
+// of them can be fed (a stranger's bytes) is behind TransportKind.
 
 #include "common/net/transport.h"
 
@@ -28,19 +28,17 @@ using Decision = Handshake::Decision;
 
 struct TransportKind {
   const char* name;
-  Status (*make)(const PeerId& self, const StagingGeometry& geometry, std::unique_ptr<Transport>* out);
+  Status (*make)(const PeerId& self, const StagingGeometry& geometry,
+                 std::unique_ptr<Transport>* out);
   /// A bare connection to a transport's address, and a bare listener.
   Status (*knock)(const std::string& address, UniqueFd* out);
   Status (*listen)(const std::string& address, UniqueFd* out);
 };
 
-const TransportKind kShm{"shm", makeShmTransport,
-                         [](const std::string& address, UniqueFd* out) {
-                           return connectUnix(address, 1000, out);
-                         },
-                         [](const std::string& address, UniqueFd* out) {
-                           return listenUnix(address, out);
-                         }};
+const TransportKind kShm{
+    "shm", makeShmTransport,
+    [](const std::string& address, UniqueFd* out) { return connectUnix(address, 1000, out); },
+    [](const std::string& address, UniqueFd* out) { return listenUnix(address, out); }};
 
 constexpr StagingGeometry kGeometry{4, 128 << 10};
 constexpr PeerId kA{1, 10}, kB{1, 20}, kC{1, 30};
@@ -281,7 +279,8 @@ TEST_P(TransportTest, Rule10GarbageInsteadOfAnAnswer) {
 }
 
 TEST_P(TransportTest, Rule10AGreetingThatSomebodyChangedOnTheWay) {
-  // Between a and b: takes a's greeting and passes it on with one byte changed, or with other memory.
+  // Between a and b: takes a's greeting and passes it on with one byte changed, or with other
+  // memory.
   auto a = open(kA), b = open(kB);
   const std::string address = fmt::format("hoccl-test-{}-between", ::getpid());
   UniqueFd listener;
@@ -295,8 +294,7 @@ TEST_P(TransportTest, Rule10AGreetingThatSomebodyChangedOnTheWay) {
     alignas(8) std::byte greeting[512];
     std::size_t bytes = 0;
     std::vector<UniqueFd> fds;
-    ASSERT_TRUE(
-        recvWithFdsWithin(fromA.get(), greeting, sizeof greeting, &bytes, &fds, 20'000));
+    ASSERT_TRUE(recvWithFdsWithin(fromA.get(), greeting, sizeof greeting, &bytes, &fds, 20'000));
     ASSERT_EQ(fds.size(), 1u);
     SharedMemory small;
     ASSERT_TRUE(SharedMemory::create("small", 4096, &small));
