@@ -58,6 +58,18 @@ ncclResult_t toNccl(Code code) {
   return ncclInternalError;
 }
 
+/// Leaves the caller's errno as it was (rule 14).
+class ErrnoKeeper {
+ public:
+  ErrnoKeeper() : saved_(errno) {}
+  ~ErrnoKeeper() { errno = saved_; }
+  ErrnoKeeper(const ErrnoKeeper&) = delete;
+  ErrnoKeeper& operator=(const ErrnoKeeper&) = delete;
+
+ private:
+  int saved_;
+};
+
 /// Bytes of one element; 0 for a type this build does not know.
 std::size_t typeBytes(ncclDataType_t type) {
   switch (static_cast<int>(type)) {
@@ -321,6 +333,7 @@ Status launchFailed(const Status& status) {
 bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t type, int peer,
            ncclComm_t handle, cudaStream_t stream, ncclResult_t* result) {
   if (insideReal()) return false;
+  const ErrnoKeeper keeper;
   ProcessCore& core = ProcessCore::get();
   SteeredComm* comm = core.comms().find(handle);
   Group& open = group();
@@ -338,7 +351,8 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
   if (comm->steering()) (void)Driver::load(&driver);
   const Path path = element == 0 ? Path::NcclPair : choosePath(*comm, bytes, peer, stream, driver);
   if (path != Path::Staged) {
-    if (core.config().strict && peer != comm->rank && peer >= 0 && peer < comm->ranks &&
+    if (core.config().strict && bytes >= core.config().minBytes && peer != comm->rank && peer >= 0 &&
+        peer < comm->ranks &&
         (path == Path::NcclUnsteered || path == Path::NcclPair)) {
       const char* verb = kind == OpKind::Send ? "send to" : "receive from";
       *result = refuse(*comm, Status::error(
@@ -353,7 +367,6 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
     open.real = true;
     return false;
   }
-  const int savedErrno = errno;
   Status status = comm->health();
   ExportedBuffer exported;
   if (status) status = exportBuffer(driver, buffer, bytes, &exported);
@@ -385,7 +398,6 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
     if (!status) *result = refuse(*comm, launchFailed(status));
     open.launcher.clear();
   }
-  errno = savedErrno;
   return true;
 }
 
@@ -476,12 +488,11 @@ ncclResult_t groupEnd() {
     return callReal(realNccl.ncclGroupEnd);
   }
   open.depth = 0;
-  const int savedErrno = errno;
+  const ErrnoKeeper keeper;
   ncclResult_t result = endOutermost(open);
   open.launcher.clear();
   open.real = false;
   open.failed = ncclSuccess;
-  errno = savedErrno;
   if (open.creations.empty()) return result;
 
   std::vector<Creation> creations;

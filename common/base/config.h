@@ -27,7 +27,8 @@ namespace hoccl {
   X(timeoutMs, Millis, "HOCCL_TIMEOUT_MS", "5000", 100, 600000, "", 0,                              \
     "bound on set-up, tear-down, and on finding dead processes")                                    \
   X(flagPool, Count, "HOCCL_FLAG_POOL", "4096", 1, 65536, "", 0,                                    \
-    "launches that can be pending at once; a further one waits for a free slot")                    \
+    "launches that can be pending at once, a group counting once for each of its streams; a further "  \
+    "one waits for a free slot")                    \
   X(slots, Count, "HOCCL_SLOTS", "8", 1, 64, "", 1,                                                 \
     "staging slots per pair of ranks and direction")                                                \
   X(slotBytes, Bytes, "HOCCL_SLOT_BYTES", "8MiB", 128 << 10, 1ull << 30, "", 1,                      \

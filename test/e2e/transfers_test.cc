@@ -104,9 +104,10 @@ TEST(Transfers, AFlagPoolSmallerThanTheLaunches) {
   }
 }
 
-TEST(Transfers, AFlagPoolSmallerThanTheStreamsOfAGroup) {
+TEST(Transfers, AFlagPoolAsLargeAsTheStreamsOfAGroup) {
   Job job("smallPool", 2);
-  job.argument("grouped", "1").env("HOCCL_FLAG_POOL", "1").finish(20);
+  // As many slots as the group has streams: one group at a time.
+  job.argument("grouped", "1").env("HOCCL_FLAG_POOL", "2").finish(20);
 }
 
 }  // namespace

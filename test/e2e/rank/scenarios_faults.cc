@@ -284,14 +284,16 @@ void idle(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// More launches than HOCCL_FLAG_POOL has slots: they wait their turn.
+/// More launches than HOCCL_FLAG_POOL has slots: they wait their turn. A group over more streams than
+/// that is `tooSmall`: it is refused.
 void smallPool(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream a = newStream(), b = newStream();
   const int peer = 1 - rank.rank;
   const bool grouped = rank.argument("grouped", "0") == "1";
+  const bool tooSmall = rank.argument("tooSmall", "0") == "1";
   Buffer out(65537, 1), in(65537, 3);
-  for (std::uint64_t n = 0; n < 300; ++n) {
+  for (std::uint64_t n = 0; n < 60; ++n) {
     out.fill(seedOf(rank.rank, n), a);
     in.poison(b);
     awaitStream(a, "prepared");
@@ -310,7 +312,16 @@ void smallPool(const Rank& rank) {
       receive();
       send();
     }
-    if (grouped) REQUIRE_NCCL(nccl().ncclGroupEnd());
+    const ncclResult_t end = grouped ? nccl().ncclGroupEnd() : ncclSuccess;
+    if (tooSmall) {
+      say("result", std::to_string(static_cast<int>(end)));
+      say("error", nccl().ncclGetLastError(comm));
+      awaitStream(a, "a group that was refused", 5000);
+      awaitStream(b, "a group that was refused", 5000);
+      REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+      return;
+    }
+    REQUIRE_NCCL(end);
     in.fetch(b);
     awaitStream(a, fmt::format("send {} with a small pool", n), 5000);
     awaitStream(b, fmt::format("receive {} with a small pool", n), 5000);
