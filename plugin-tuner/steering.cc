@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "common/base/log.h"
@@ -348,7 +349,12 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
   const std::size_t element = typeBytes(type);
   const std::uint64_t bytes = element * count;
   const Driver* driver = nullptr;
-  if (comm->steering()) (void)Driver::load(&driver);
+  std::optional<ContextGuard> context;
+  if (comm->steering()) {
+    (void)Driver::load(&driver);
+    // A thread may call without a current context, or with another device's.
+    context.emplace(driver, comm->context);
+  }
   const Path path = element == 0 ? Path::NcclPair : choosePath(*comm, bytes, peer, stream, driver);
   if (path != Path::Staged) {
     if (core.config().strict && bytes >= core.config().minBytes && peer != comm->rank && peer >= 0 &&

@@ -34,7 +34,7 @@ namespace hoccl {
   X(slotBytes, Bytes, "HOCCL_SLOT_BYTES", "8MiB", 128 << 10, 1ull << 30, "", 1,                      \
     "size of a staging slot, and so of the largest chunk")                                          \
   X(laneDepth, Count, "HOCCL_LANE_DEPTH", "4", 1, 64, "", 0,                                        \
-    "copies in flight per copy-engine lane")                                                        \
+    "copies in flight per direction of the copy engines")                                                        \
   X(spinUs, Micros, "HOCCL_SPIN_US", "200", 0, 1000000, "", 0,                                       \
     "how long the mover spins without progress before it begins to sleep between polls")            \
   X(pollMaxUs, Micros, "HOCCL_POLL_MAX_US", "100", 1, 1000000, "", 0,                               \

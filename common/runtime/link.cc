@@ -54,9 +54,10 @@ struct ChunkRules {
     c.op->issued += c.length;
     ++c.op->copiesInFlight;
     ++link.inCopying_;
+    c.state = ChunkState::Copying;  // before fatal(), which takes receives off announced chunks
     if (Status status = link.owner_->inLanes().submit(job); !status) {
-      slot.credit->set(c.turn);
       link.owner_->fatal(status);
+      slot.credit->set(c.turn);  // no copy runs that would
     }
   }
   static bool unwanted(const Chunk& c) {
@@ -251,8 +252,10 @@ bool Link::claimOut() {
     ++nextSend_;
   }
   if (Status status = lanes.submit(job); !status) {
-    slot.ready->set(chunk.turn);
+    // Announced, but never filled: `ready` must not show, or the receiver would take it for the bytes.
     owner_->fatal(status);
+    ChunkRules::countCopied(chunk);
+    chunk.state = ChunkState::HandedOver;
   }
   return true;
 }

@@ -251,7 +251,6 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
   }
   CommunicatorRecord& record = segment_.communicator(free);
   record.errorCode.store(0);
-  record.closes.store(0);
   for (auto* counter : {&record.sentBytes, &record.sentOps, &record.receivedBytes,
                         &record.receivedOps}) {
     counter->store(0);
@@ -293,18 +292,34 @@ Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
       record.state.store(static_cast<std::uint32_t>(CommunicatorState::Closed));
       return {};
     }
-    if (deadline.passed() && kind == OpKind::Abort) {
-      return Status::error(Code::Timeout,
-                           fmt::format("the mover (process {}) did not end the communicator within {} "
-                                       "ms (HOCCL_TIMEOUT_MS)",
-                                       pid_, timeoutMs_));
-    }
+    if (deadline.passed() && kind == OpKind::Abort) return endUnresponsive(index);
     if (deadline.passed() && !std::exchange(told, true)) {
       logWarn("a communicator is being destroyed while operations of it still wait for their peers; "
               "ncclCommAbort would end them");
     }
     ::usleep(50);
   }
+  return {};
+}
+
+/// A mover that does not answer (stopped, or stuck in the driver) may still have copies under way. Its
+/// end is the only thing that is certain to end them; the watcher then releases the streams.
+Status MoverClient::endUnresponsive(std::uint32_t index) {
+  logError("the mover (process {}) did not end a communicator within {} ms (HOCCL_TIMEOUT_MS) and is "
+           "killed: the other communicators of GPU {} fail with it",
+           pid_, timeoutMs_, gpuUuid_);
+  ::kill(pid_, SIGKILL);
+  const Deadline deadline = Deadline::afterMs(timeoutMs_);
+  while (!segment_.header().moverDead.load()) {
+    if (deadline.passed()) {
+      return Status::error(Code::Timeout,
+                           fmt::format("the mover (process {}) does not end although killed: the "
+                                       "driver holds it",
+                                       pid_));
+    }
+    ::usleep(1000);
+  }
+  segment_.communicator(index).state.store(static_cast<std::uint32_t>(CommunicatorState::Closed));
   return {};
 }
 

@@ -47,7 +47,8 @@ class MoverClient {
   Status addCommunicator(std::uint64_t id, std::int32_t rank, const std::vector<PeerRecord>& peers,
                          std::uint32_t* index);
   /// Ends a communicator: at once (Abort), or when its operations are over (Close). Returns when the
-  /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS (then an error).
+  /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS; a mover that does
+  /// not answer by then is killed.
   Status endCommunicator(std::uint32_t index, OpKind kind);
   /// What went wrong in that communicator; ok if nothing.
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
@@ -78,6 +79,7 @@ class MoverClient {
   Status greet(const std::string& gpuUuid);
   void watch();
   void releaseAll(const std::string& why);
+  Status endUnresponsive(std::uint32_t index);
   bool tryTakeSlot(std::uint64_t sequence, Slot* slot);
 
   const Driver* driver_ = nullptr;

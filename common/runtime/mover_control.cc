@@ -110,7 +110,10 @@ void MoverControl::handle(ControlRequest& request) {
       }
       return;
     case ControlRequest::Kind::Retire:
-      connections_.erase(request.peer);
+      if (auto known = connections_.find(request.peer);
+          known != connections_.end() && known->second == request.connection.get()) {
+        connections_.erase(known);
+      }
       request.registration.reset();
       request.connection.reset();
       return;

@@ -586,11 +586,11 @@ void MoverLoop::onFailed(const Message& message) {
       return;
     case FailReason::Aborted:
       pairEnded(*communicator, message.source, true,
-                fmt::format("{} has aborted or destroyed the communicator", who));
+                "it has aborted or destroyed the communicator");
       return;
     case FailReason::LocalError:
       pairEnded(*communicator, message.source, false,
-                fmt::format("{} reports an error of its own: see its log", who));
+                "it reports an error of its own: see its log");
       return;
   }
 }

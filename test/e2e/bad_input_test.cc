@@ -1,5 +1,5 @@
-// Configurations and installations that do not fit: the job runs on plain NCCL, says why, and nothing
-// hangs.
+// Configurations and installations that do not fit: the job runs on plain NCCL, says why, and
+// nothing hangs.
 
 #include <gtest/gtest.h>
 
@@ -10,8 +10,8 @@
 namespace e2e {
 namespace {
 
-/// The job has run by NCCL alone, on both ranks; if `parts` are given, a line of some rank contains all
-/// of them.
+/// The job has run by NCCL alone, on both ranks; if `parts` are given, a line of some rank contains
+/// all of them.
 void expectPlain(Job& job, const std::vector<std::string>& parts, int seconds = 20) {
   job.finish(seconds);
   for (int rank : {0, 1}) {

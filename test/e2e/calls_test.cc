@@ -92,7 +92,8 @@ TEST(Calls, StrictTurnsAnUnsteeredOperationIntoAnError) {
   for (int rank : {0, 1}) {
     EXPECT_EQ(job.said(rank, "result"), "5") << job.transcript();  // ncclInvalidUsage
     const std::string error = job.said(rank, "error");
-    for (const char* part : {"HOCCL_STRICT", "300001 bytes", "no two ranks are on different nodes"}) {
+    for (const char* part :
+         {"HOCCL_STRICT", "300001 bytes", "no two ranks are on different nodes"}) {
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
     EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=1003 "), 2);
@@ -114,7 +115,8 @@ TEST(Calls, WarmSteeredCallsNeitherAllocateNorLockNorEnterTheKernel) {
 #endif
   Job job("launchPath", 2);
   job.finish(60);
-  // The watch sees what creating a communicator does, and what the emulated driver does in the calls.
+  // The watch sees what creating a communicator does, and what the emulated driver does in the
+  // calls.
   for (const char* what : {"controlAllocations", "controlLocks", "seen"}) {
     EXPECT_GT(std::atoi(job.said(0, what).c_str()), 0) << what;
   }

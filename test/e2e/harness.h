@@ -10,11 +10,12 @@
 
 namespace e2e {
 
-/// One scenario of e2e_rank run by real processes: the preloaded library, the mover, the emulated driver
-/// and the stand-in NCCL. Every wait has a bound, and at its end nothing of it is left running.
+/// One scenario of e2e_rank run by real processes: the preloaded library, the mover, the emulated
+/// driver and the stand-in NCCL. Every wait has a bound, and at its end nothing of it is left
+/// running.
 ///
-/// Movers outlive the process that started them for a moment, so the test adopts them (it is a child
-/// subreaper): what it has as children is exactly what the scenario has left.
+/// Movers outlive the process that started them for a moment, so the test adopts them (it is a
+/// child subreaper): what it has as children is exactly what the scenario has left.
 class Job {
  public:
   Job(std::string scenario, int ranks);
@@ -31,8 +32,8 @@ class Job {
   std::string script(const std::string& name, const std::string& text);
 
   void start();
-  /// Waits until all ranks have ended and their movers have gone, and checks that all of it happened
-  /// in time and every rank was content. Starts the ranks if need be.
+  /// Waits until all ranks have ended and their movers have gone, and checks that all of it
+  /// happened in time and every rank was content. Starts the ranks if need be.
   void finish(int seconds = 30);
   /// Only the waiting: true when that rank has ended in time.
   bool awaitEnd(int rank, int seconds);

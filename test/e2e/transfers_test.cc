@@ -104,10 +104,22 @@ TEST(Transfers, AFlagPoolSmallerThanTheLaunches) {
   }
 }
 
-TEST(Transfers, AFlagPoolAsLargeAsTheStreamsOfAGroup) {
-  Job job("smallPool", 2);
+TEST(Transfers, AFlagPoolSmallerThanWhatIsInFlight) {
+  Job job("manyInFlight", 2);
+  job.env("HOCCL_FLAG_POOL", "64").finish(60);
+}
+
+TEST(Transfers, AFlagPoolAgainstTheStreamsOfAGroup) {
   // As many slots as the group has streams: one group at a time.
-  job.argument("grouped", "1").env("HOCCL_FLAG_POOL", "2").finish(20);
+  Job fits("smallPool", 2);
+  fits.argument("grouped", "1").env("HOCCL_FLAG_POOL", "2").finish();
+  Job tooSmall("smallPool", 2);
+  tooSmall.argument("grouped", "1").argument("tooSmall", "1").env("HOCCL_FLAG_POOL", "1").finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(tooSmall.said(rank, "result"), "5");  // ncclInvalidUsage
+    const std::string error = tooSmall.said(rank, "error");
+    EXPECT_NE(error.find("HOCCL_FLAG_POOL is 1"), std::string::npos) << error;
+  }
 }
 
 }  // namespace

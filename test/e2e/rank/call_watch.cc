@@ -3,10 +3,10 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <execinfo.h>
+#include <link.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
-#include <link.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -76,8 +76,12 @@ void note(Event event, long number = 0) {
   }
   if (hoccl) {
     switch (event) {
-      case Event::Allocation: ++tCounts.allocations; break;
-      case Event::Lock: ++tCounts.locks; break;
+      case Event::Allocation:
+        ++tCounts.allocations;
+        break;
+      case Event::Lock:
+        ++tCounts.locks;
+        break;
       case Event::SystemCall:
         if (tCounts.systemCalls++ == 0) tCounts.firstSystemCall = number;
         break;
@@ -123,9 +127,9 @@ void onSystemCall(int, siginfo_t* info, void* context) {
   const int savedErrno = errno;
   auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
   note(Event::SystemCall, info->si_syscall);
-  registers[REG_RAX] = e2eRawSystemCall(info->si_syscall, registers[REG_RDI], registers[REG_RSI],
-                                        registers[REG_RDX], registers[REG_R10], registers[REG_R8],
-                                        registers[REG_R9]);
+  registers[REG_RAX] =
+      e2eRawSystemCall(info->si_syscall, registers[REG_RDI], registers[REG_RSI], registers[REG_RDX],
+                       registers[REG_R10], registers[REG_R8], registers[REG_R9]);
   errno = savedErrno;
 }
 

@@ -4,9 +4,9 @@
 
 namespace e2e {
 
-/// Counts what this thread does inside HOCCL between start() and stop(): allocations, mutexes taken,
-/// system calls. What the emulated driver or the stand-in NCCL do when HOCCL calls them is theirs: an
-/// event counts for the innermost of these libraries on the stack. One thread at a time.
+/// Counts what this thread does inside HOCCL between start() and stop(): allocations, mutexes
+/// taken, system calls. What the emulated driver or the stand-in NCCL do when HOCCL calls them is
+/// theirs: an event counts for the innermost of these libraries on the stack. One thread at a time.
 class CallWatch {
  public:
   struct Counts {

@@ -31,8 +31,8 @@ const DriverApi& cuda() {
     void* library = ::dlopen("libcuda.so.1", RTLD_NOW);
     REQUIRE(library, "{}", ::dlerror());
     DriverApi made;
-#define X(member, name)                                                                          \
-  made.member = reinterpret_cast<decltype(made.member)>(::dlsym(library, E2E_SYMBOL(name)));     \
+#define X(member, name)                                                                      \
+  made.member = reinterpret_cast<decltype(made.member)>(::dlsym(library, E2E_SYMBOL(name))); \
   REQUIRE(made.member, "libcuda.so.1 lacks {}", E2E_SYMBOL(name));
     E2E_DRIVER_FUNCTIONS(X)
 #undef X

@@ -12,24 +12,24 @@
 namespace e2e {
 
 /// The driver, found with dlopen as an application's CUDA run time finds it. X(member, name).
-#define E2E_DRIVER_FUNCTIONS(X)                       \
-  X(init, cuInit)                                     \
-  X(deviceGet, cuDeviceGet)                           \
-  X(primaryRetain, cuDevicePrimaryCtxRetain)          \
-  X(ctxSetCurrent, cuCtxSetCurrent)                   \
-  X(ctxGetCurrent, cuCtxGetCurrent)                   \
-  X(memAlloc, cuMemAlloc)                             \
-  X(memFree, cuMemFree)                               \
-  X(memHostAlloc, cuMemHostAlloc)                     \
-  X(memFreeHost, cuMemFreeHost)                       \
+#define E2E_DRIVER_FUNCTIONS(X)                         \
+  X(init, cuInit)                                       \
+  X(deviceGet, cuDeviceGet)                             \
+  X(primaryRetain, cuDevicePrimaryCtxRetain)            \
+  X(ctxSetCurrent, cuCtxSetCurrent)                     \
+  X(ctxGetCurrent, cuCtxGetCurrent)                     \
+  X(memAlloc, cuMemAlloc)                               \
+  X(memFree, cuMemFree)                                 \
+  X(memHostAlloc, cuMemHostAlloc)                       \
+  X(memFreeHost, cuMemFreeHost)                         \
   X(memHostGetDevicePointer, cuMemHostGetDevicePointer) \
-  X(copyToDevice, cuMemcpyHtoDAsync)                  \
-  X(copyToHost, cuMemcpyDtoHAsync)                    \
-  X(streamCreate, cuStreamCreate)                     \
-  X(streamQuery, cuStreamQuery)                       \
-  X(streamWaitValue, cuStreamWaitValue64)             \
-  X(streamBeginCapture, cuStreamBeginCapture)         \
-  X(streamEndCapture, cuStreamEndCapture)             \
+  X(copyToDevice, cuMemcpyHtoDAsync)                    \
+  X(copyToHost, cuMemcpyDtoHAsync)                      \
+  X(streamCreate, cuStreamCreate)                       \
+  X(streamQuery, cuStreamQuery)                         \
+  X(streamWaitValue, cuStreamWaitValue64)               \
+  X(streamBeginCapture, cuStreamBeginCapture)           \
+  X(streamEndCapture, cuStreamEndCapture)               \
   X(graphDestroy, cuGraphDestroy)
 
 struct DriverApi {
@@ -69,8 +69,8 @@ class Gate {
 };
 
 /// Device memory for one transfer, with guard zones around it, and its image on the host. What
-/// is enqueued here runs in the order of the stream, so it also shows what an operation's place in that
-/// order is: `poison` after a send destroys the bytes as soon as the stream is released.
+/// is enqueued here runs in the order of the stream, so it also shows what an operation's place in
+/// that order is: `poison` after a send destroys the bytes as soon as the stream is released.
 class Buffer {
  public:
   /// `bytes` of payload, `offset` bytes off the alignment of an allocation.

@@ -19,9 +19,9 @@ int main(int argc, char** argv) {
     REQUIRE(equals != std::string::npos, "'{}' is not NAME=VALUE", text);
     rank.arguments[text.substr(0, equals)] = text.substr(equals + 1);
   }
-  for (const auto* list : {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios,
-                           &kCallScenarios, &kThreadScenarios, &kFaultScenarios,
-                           &kLaunchScenarios}) {
+  for (const auto* list :
+       {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
+        &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

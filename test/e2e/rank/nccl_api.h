@@ -6,8 +6,8 @@
 
 namespace e2e {
 
-/// NCCL as an application calls it: the functions the loader finds first, so the preloaded library's
-/// where there is one.
+/// NCCL as an application calls it: the functions the loader finds first, so the preloaded
+/// library's where there is one.
 #define E2E_NCCL_FUNCTIONS(X) \
   X(ncclGetUniqueId)          \
   X(ncclCommInitRank)         \

@@ -11,7 +11,8 @@ namespace {
 constexpr std::size_t kBytes = 200003;
 constexpr std::uint64_t kWarm = 40, kWatched = 200;
 
-/// Sends and receives, single and in groups; only the calls themselves are watched. Destroys `control`.
+/// Sends and receives, single and in groups; only the calls themselves are watched. Destroys
+/// `control`.
 void loop(const Rank& rank, ncclComm_t comm, ncclComm_t control, bool watched) {
   useDevice();
   const bool systemCalls = watched && CallWatch::watchSystemCalls();

@@ -66,7 +66,8 @@ void oddCalls(const Rank& rank) {
   const int peer = 1 - rank.rank;
   Buffer buffer(kSteered, 0);
   auto sendOf = [&](std::size_t count, int type, int to) {
-    return nccl().ncclSend(buffer.data(), count, static_cast<ncclDataType_t>(type), to, comm, stream);
+    return nccl().ncclSend(buffer.data(), count, static_cast<ncclDataType_t>(type), to, comm,
+                           stream);
   };
   auto receiveOf = [&](std::size_t count, int type, int from) {
     return nccl().ncclRecv(buffer.data(), count, static_cast<ncclDataType_t>(type), from, comm,
@@ -123,7 +124,8 @@ void plain(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// HOCCL_STRICT=1 where nothing can be steered: a steerable operation is an error, a small one is not.
+/// HOCCL_STRICT=1 where nothing can be steered: a steerable operation is an error, a small one is
+/// not.
 void strict(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream stream = newStream();
@@ -145,8 +147,8 @@ void strict(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kSteered, ncclUint8, rank.rank, comm, stream));
   REQUIRE_NCCL(nccl().ncclRecv(in.data(), kSteered, ncclUint8, rank.rank, comm, stream));
   REQUIRE_NCCL(nccl().ncclGroupEnd());
-  REQUIRE_NCCL(nccl().ncclAllReduce(buffer.data(), sums.data(), kSteered, ncclUint8, ncclMax, comm,
-                                    stream));
+  REQUIRE_NCCL(
+      nccl().ncclAllReduce(buffer.data(), sums.data(), kSteered, ncclUint8, ncclMax, comm, stream));
   sums.fetch(stream);
   awaitStream(stream, "AllReduce with HOCCL_STRICT=1");
   sayStats();

@@ -47,8 +47,8 @@ void blocking(const Rank& rank) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 1;
   ncclComm_t comm = nullptr;
-  REQUIRE_NCCL(nccl().ncclCommInitRankConfig(&comm, rank.ranks, rank.uniqueId("world"), rank.rank,
-                                             &config));
+  REQUIRE_NCCL(
+      nccl().ncclCommInitRankConfig(&comm, rank.ranks, rank.uniqueId("world"), rank.rank, &config));
   around(comm, 1);
   sayStats();
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
@@ -61,8 +61,7 @@ void nonBlocking(const Rank& rank) {
   config.blocking = 0;
   ncclComm_t comm = nullptr, child = nullptr;
   const ncclUniqueId id = rank.uniqueId("world");
-  ncclResult_t result =
-      nccl().ncclCommInitRankConfig(&comm, rank.ranks, id, rank.rank, &config);
+  ncclResult_t result = nccl().ncclCommInitRankConfig(&comm, rank.ranks, id, rank.rank, &config);
   REQUIRE(result == ncclSuccess || result == ncclInProgress, "{}", static_cast<int>(result));
   REQUIRE(awaitReady(comm) == ncclSuccess, "{}", nccl().ncclGetLastError(comm));
   around(comm, 1);
@@ -240,10 +239,10 @@ void abortSend(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kCommunicatorScenarios = {
-    {"blocking", blocking},         {"nonBlocking", nonBlocking},
-    {"split", split},               {"createdInGroup", createdInGroup},
-    {"several", several},           {"abortPending", abortPending},
-    {"abortSend", abortSend},       {"alone", alone},
+    {"blocking", blocking},   {"nonBlocking", nonBlocking},
+    {"split", split},         {"createdInGroup", createdInGroup},
+    {"several", several},     {"abortPending", abortPending},
+    {"abortSend", abortSend}, {"alone", alone},
 };
 
 }  // namespace e2e

@@ -195,8 +195,7 @@ void senderLeaves(const Rank& rank) {
   }
   // One more than was sent cannot come.
   Buffer buffer(kBytes, 3);
-  const ncclResult_t result =
-      nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream);
+  const ncclResult_t result = nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream);
   if (result == ncclSuccess) {
     awaitStream(stream, "a receive that nobody sends", 5000);
     REQUIRE(awaitError(comm, 5000) != ncclSuccess, "no error");
@@ -257,8 +256,8 @@ void leavesPending(const Rank& rank) {
   ::_exit(0);
 }
 
-/// Leaves the movers without anything to do until the test has looked at them; with `pending` a receive
-/// waits for its sender meanwhile.
+/// Leaves the movers without anything to do until the test has looked at them; with `pending` a
+/// receive waits for its sender meanwhile.
 void idle(const Rank& rank) {
   const bool pending = rank.argument("pending", "0") == "1";
   ncclComm_t comm = rank.communicator();
@@ -284,8 +283,8 @@ void idle(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// More launches than HOCCL_FLAG_POOL has slots: they wait their turn. A group over more streams than
-/// that is `tooSmall`: it is refused.
+/// More launches than HOCCL_FLAG_POOL has slots: they wait their turn. A group over more streams
+/// than that is `tooSmall`: it is refused.
 void smallPool(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream a = newStream(), b = newStream();
@@ -333,10 +332,14 @@ void smallPool(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kFaultScenarios = {
-    {"mismatch", mismatch},         {"moverDies", moverDies},
-    {"applicationDies", applicationDies}, {"moverStops", moverStops},
-    {"senderLeaves", senderLeaves}, {"leavesPending", leavesPending},
-    {"peerExits", peerExits},       {"abortWhileStopped", abortWhileStopped},
+    {"mismatch", mismatch},
+    {"moverDies", moverDies},
+    {"applicationDies", applicationDies},
+    {"moverStops", moverStops},
+    {"senderLeaves", senderLeaves},
+    {"leavesPending", leavesPending},
+    {"peerExits", peerExits},
+    {"abortWhileStopped", abortWhileStopped},
     {"idle", idle},
     {"smallPool", smallPool},
 };

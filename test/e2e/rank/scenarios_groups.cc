@@ -70,10 +70,10 @@ void mixed(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// Rank 0 stays inside the real ncclGroupEnd (the stand-in blocks there) until rank 1 answers its small
-/// operation. Rank 1 answers only once the steered half has got through; so the steered start must be
-/// on the stream before the real ncclGroupEnd, and the steered wait must not, since the stand-in waits
-/// for the stream before it moves the small one.
+/// Rank 0 stays inside the real ncclGroupEnd (the stand-in blocks there) until rank 1 answers its
+/// small operation. Rank 1 answers only once the steered half has got through; so the steered start
+/// must be on the stream before the real ncclGroupEnd, and the steered wait must not, since the
+/// stand-in waits for the stream before it moves the small one.
 void order(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream stream = newStream();
@@ -270,8 +270,8 @@ void large(const Rank& rank) {
     CUstream stream = streams[n % streams.size()];
     REQUIRE_NCCL(nccl().ncclSend(static_cast<char*>(out.data()) + n * kBytes, kBytes, ncclUint8,
                                  peer, comm, stream));
-    REQUIRE_NCCL(nccl().ncclRecv(static_cast<char*>(in.data()) + n * kBytes, kBytes, ncclUint8, peer,
-                                 comm, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(static_cast<char*>(in.data()) + n * kBytes, kBytes, ncclUint8,
+                                 peer, comm, stream));
   }
   groupEnd();
   for (CUstream stream : streams) awaitStream(stream, "a large group", 40000);
@@ -304,12 +304,9 @@ void failedCall(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kGroupScenarios = {
-    {"mixed", mixed},
-    {"order", order},
-    {"twoStreams", twoStreams},
-    {"twoCommunicators", twoCommunicators},
-    {"nested", nested},
-    {"large", large},
+    {"mixed", mixed},           {"order", order},
+    {"twoStreams", twoStreams}, {"twoCommunicators", twoCommunicators},
+    {"nested", nested},         {"large", large},
     {"failedCall", failedCall},
 };
 

@@ -162,7 +162,8 @@ void late(const Rank& rank) {
   CUstream stream = newStream();
   std::uint64_t n = 0;
   // The last one is more than the slots hold, so that it cannot all go ahead of the receive.
-  for (const std::size_t bytes : {kSmallest + 3, std::size_t{8 << 20} + 3, std::size_t{96 << 20} + 3}) {
+  for (const std::size_t bytes :
+       {kSmallest + 3, std::size_t{8 << 20} + 3, std::size_t{96 << 20} + 3}) {
     for (const bool senderFirst : {true, false}) {
       const std::string what =
           fmt::format("{} bytes, {} first", bytes, senderFirst ? "sender" : "receiver");
@@ -262,8 +263,12 @@ void independent(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kTransferScenarios = {
-    {"sizes", sizes},     {"bothWays", bothWays},         {"ring", ring},
-    {"streams", streams}, {"late", late},                 {"manyInFlight", manyInFlight},
+    {"sizes", sizes},
+    {"bothWays", bothWays},
+    {"ring", ring},
+    {"streams", streams},
+    {"late", late},
+    {"manyInFlight", manyInFlight},
     {"independent", independent},
 };
 
