@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/eventfd.h>
@@ -25,8 +24,10 @@ extern char** environ;
 namespace hoccl {
 namespace {
 
-/// How often a full pool or ring is tried before the thread yields between tries.
+/// How often a full pool or ring is tried before the thread sleeps between tries. Yielding instead would
+/// keep the mover, which has to empty it, from a CPU where there are few.
 constexpr int kSpins = 1000;
+constexpr useconds_t kFullNapUs = 20;
 /// Launch slots among which the launch path goes round as long as one of them is free: 8 KiB of flags.
 constexpr std::uint32_t kSlotWindow = 64;
 
@@ -222,8 +223,8 @@ void MoverClient::releaseAll(const std::string& why) {
   for (std::uint32_t i = 0; i < kMaxCommunicators; ++i) {
     CommunicatorRecord& record = segment_.communicator(i);
     if (record.state.load() != static_cast<std::uint32_t>(CommunicatorState::Open)) continue;
-    open = true;
     if (record.errorCode.load() != 0) continue;
+    open = true;
     setText(record.errorText, why);
     record.errorCode.store(static_cast<std::uint32_t>(Code::Remote), std::memory_order_release);
   }
@@ -369,7 +370,7 @@ Status MoverClient::takeSlots(std::span<Slot* const> slots) {
     if (segment_.header().moverDead.load(std::memory_order_relaxed)) {
       return Status::error(Code::Remote, "the mover has ended");
     }
-    if (spins > kSpins) ::sched_yield();
+    if (spins > kSpins) ::usleep(kFullNapUs);
   }
 }
 
@@ -390,7 +391,7 @@ void MoverClient::push(const OpDescriptor& descriptor) {
   for (int spins = 0; !segment_.tryPush(descriptor); ++spins) {
     if (segment_.header().moverDead.load(std::memory_order_relaxed)) return;
     ring();  // a full ring and a sleeping mover would be waiting for each other
-    if (spins > kSpins) ::sched_yield();
+    if (spins > kSpins) ::usleep(kFullNapUs);
   }
 }
 

@@ -54,7 +54,7 @@ class MoverClient {
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
 
   // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
-  /// Takes free launch slots, all or none; while too few are free it yields. Error: more than there are
+  /// Takes free launch slots, all or none; while too few are free it waits. Error: more than there are
   /// (HOCCL_FLAG_POOL), or the mover is dead.
   Status takeSlots(std::span<Slot* const> slots);
   /// Device addresses of a slot's flags.
