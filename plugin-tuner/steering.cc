@@ -316,8 +316,12 @@ Path choosePath(const SteeredComm& comm, std::uint64_t bytes, int peer, cudaStre
     return Path::NcclPair;
   }
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-  if (driver->cuStreamIsCapturing(stream, &capture) != CUDA_SUCCESS ||
-      capture != CU_STREAM_CAPTURE_STATUS_NONE) {
+  const CUresult asked = driver->cuStreamIsCapturing(stream, &capture);
+  // The legacy stream cannot be asked while another stream is captured; that, too, is a capture. Any
+  // other error is this rank's alone, and the launch will report it: passing the operation to NCCL would
+  // leave the peer waiting on the other path.
+  if (asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
+      (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)) {
     return Path::NcclCapture;
   }
   return Path::Staged;
@@ -363,7 +367,7 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
       const char* verb = kind == OpKind::Send ? "send to" : "receive from";
       *result = refuse(*comm, Status::error(
           Code::Unsupported,
-          fmt::format("HOCCL_STRICT=1: {} of {} bytes rank {} is not steered: {}", verb, bytes, peer,
+          fmt::format("HOCCL_STRICT=1: {} rank {} of {} bytes is not steered: {}", verb, peer, bytes,
                       path == Path::NcclUnsteered ? comm->reason
                                                   : "no transport connects this pair of ranks")));
       logError("{}", comm->lastError);
