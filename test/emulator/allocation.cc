@@ -1,32 +1,22 @@
+#include "test/emulator/allocation.h"
+
 #include <cuda.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cerrno>
+#include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "test/emulator/capture.h"
 #include "test/emulator/context.h"
 #include "test/emulator/engine.h"
+#include "test/emulator/faults.h"
 #include "test/emulator/hoccl_emu.h"
 #include "test/emulator/memory.h"
 #include "test/emulator/settings.h"
 
 namespace hoccl::emu {
-namespace {
-
-std::atomic<std::uint64_t> gUsed[kMaxDevices];  // bytes this process allocated on each device
-
-/// Calls that allocate or free are forbidden during most captures.
-template <typename Body>
-CUresult allocationCall(Body&& body) {
-  return contextCall([&](Context& context) -> CUresult {
-    if (const CUresult allowed = checkUnsafeCall(); allowed != CUDA_SUCCESS) return allowed;
-    return body(context);
-  });
-}
 
 std::shared_ptr<Region> newRegion(RegionKind kind, Context& context, unsigned flags) {
   auto region = std::make_shared<Region>();
@@ -37,6 +27,17 @@ std::shared_ptr<Region> newRegion(RegionKind kind, Context& context, unsigned fl
   region->flags = flags;
   return region;
 }
+
+std::shared_ptr<Region> allocateDevice(RegionKind kind, Context& context, std::size_t bytes) {
+  auto region = newRegion(kind, context, 0);
+  region->backing = makeBacking(context.physical, bytes);
+  const bool done = region->backing != nullptr &&
+                    mapDeviceMemory(region.get(), region->backing->fd, bytes) &&
+                    regions::insert(region);
+  return done ? region : nullptr;
+}
+
+namespace {
 
 /// True if every page of the range is mapped in this process.
 bool isMapped(std::uintptr_t address, std::size_t bytes) {
@@ -57,19 +58,8 @@ extern "C" {
 CUresult cuMemAlloc_v2(CUdeviceptr* out, size_t bytes) {
   return allocationCall([&](Context& context) -> CUresult {
     if (out == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    auto& used = gUsed[context.physical];
-    if (bytes > settings().memoryBytes || used.fetch_add(bytes) + bytes > settings().memoryBytes) {
-      if (bytes <= settings().memoryBytes) used -= bytes;
-      return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    auto region = newRegion(RegionKind::Device, context, 0);
-    region->fd = memfd_create("emucuda", MFD_CLOEXEC);
-    const bool done = region->fd >= 0 && ftruncate(region->fd, static_cast<off_t>(bytes)) == 0 &&
-                      mapDeviceMemory(region.get(), region->fd, bytes) && regions::insert(region);
-    if (!done) {
-      used -= bytes;
-      return CUDA_ERROR_OUT_OF_MEMORY;
-    }
+    const auto region = allocateDevice(RegionKind::Device, context, bytes);
+    if (region == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
     *out = region->base;
     return CUDA_SUCCESS;
   });
@@ -79,12 +69,29 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
   return allocationCall([&](Context&) -> CUresult {
     if (pointer == 0) return CUDA_SUCCESS;
     const std::shared_ptr<Region> region = regions::find(pointer);
-    if (region == nullptr || region->base != pointer || region->kind != RegionKind::Device)
+    if (region == nullptr || region->base != pointer) return CUDA_ERROR_INVALID_VALUE;
+    const RegionKind kind = region->kind;
+    if (kind != RegionKind::Device && kind != RegionKind::Pool && kind != RegionKind::Managed)
       return CUDA_ERROR_INVALID_VALUE;
-    Scheduler::get().whileQuiet(region->context, [&] {
-      if (regions::remove(pointer, RegionKind::Device) != nullptr)
-        gUsed[region->physical] -= region->size;
-    });
+    delayCall();
+    Scheduler::get().whileQuiet(region->context, [&] { regions::remove(pointer, kind); });
+    return CUDA_SUCCESS;
+  });
+}
+
+/// Its bytes are reached by the CPU at the same address, and count as the device's.
+CUresult cuMemAllocManaged(CUdeviceptr* out, size_t bytes, unsigned int flags) {
+  return allocationCall([&](Context& context) -> CUresult {
+    if (out == nullptr || bytes == 0 ||
+        (flags != CU_MEM_ATTACH_GLOBAL && flags != CU_MEM_ATTACH_HOST))
+      return CUDA_ERROR_INVALID_VALUE;
+    auto region = newRegion(RegionKind::Managed, context, 0);
+    region->backing = makeBacking(context.physical, bytes);
+    if (region->backing == nullptr || !mapAt(region.get(), region->backing->fd, 0, bytes))
+      return CUDA_ERROR_OUT_OF_MEMORY;
+    region->base = reinterpret_cast<std::uintptr_t>(region->view);
+    if (!regions::insert(region)) return CUDA_ERROR_OUT_OF_MEMORY;
+    *out = region->base;
     return CUDA_SUCCESS;
   });
 }
@@ -93,7 +100,7 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
   return contextCall([&](Context& context) -> CUresult {
     if (free == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *total = settings().memoryBytes;
-    *free = *total - gUsed[context.physical];
+    *free = *total - bytesUsed(context.physical);
     return CUDA_SUCCESS;
   });
 }
@@ -126,6 +133,7 @@ CUresult cuMemFreeHost(void* pointer) {
     const std::shared_ptr<Region> region = regions::find(base);
     if (region == nullptr || region->base != base || region->kind != RegionKind::HostAllocated)
       return CUDA_ERROR_INVALID_VALUE;
+    delayCall();
     Scheduler::get().whileQuiet(region->context,
                                 [&] { regions::remove(base, RegionKind::HostAllocated); });
     return CUDA_SUCCESS;

@@ -58,6 +58,9 @@ CUresult initialise() {
 
 }  // namespace
 
+Context::Context() = default;
+Context::~Context() = default;
+
 bool initialised() { return gInitialised.load() && !gForked.load(); }
 
 int deviceCount() { return static_cast<int>(settings().visible.size()); }
@@ -103,9 +106,15 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) {
     Context* context = contextOf(device);
     if (context == nullptr) return CUDA_ERROR_INVALID_DEVICE;
     std::lock_guard lock(context->mutex);
+    const int mode = settings().computeMode;
+    if (mode == CU_COMPUTEMODE_PROHIBITED) return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    if (context->retained == 0 && mode == CU_COMPUTEMODE_EXCLUSIVE_PROCESS &&
+        !session::takeDevice(context->physical))
+      return CUDA_ERROR_DEVICE_UNAVAILABLE;
     if (context->legacy == nullptr) {
       context->legacy = std::make_shared<Stream>();
       context->legacy->context = context;
+      context->channels = std::make_unique<ChannelSet>(settings().connections);
     }
     ++context->retained;
     *out = context->handle();
@@ -134,6 +143,8 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
     });
     dropStreamsOf(context);
     regions::removeAllOf(context);
+    if (settings().computeMode == CU_COMPUTEMODE_EXCLUSIVE_PROCESS)
+      session::leaveDevice(context->physical);
     return CUDA_SUCCESS;
   });
 }

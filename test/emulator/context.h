@@ -13,13 +13,17 @@
 namespace hoccl::emu {
 
 struct Stream;
+class ChannelSet;
 
 /// A device's primary context in this process; a CUcontext points to it. Lives as long as the
 /// process.
 struct Context {
+  Context();
+  ~Context();
   int ordinal = 0;
   int physical = 0;
-  std::shared_ptr<Stream> legacy;  ///< stream 0 and CU_STREAM_LEGACY; set at the first retain
+  std::shared_ptr<Stream> legacy;        ///< stream 0 and CU_STREAM_LEGACY; set at the first retain
+  std::unique_ptr<ChannelSet> channels;  ///< set at the first retain, like `legacy`
   std::atomic<unsigned> retained{0};
   std::mutex mutex;  ///< guards the members below, and changes of `retained`
   unsigned flags = 0;

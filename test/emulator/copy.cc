@@ -26,8 +26,7 @@ constexpr double kSmallMemsetLatencyNs = 1500;
 // Up to here a memset needs no SM (FACTS 1: 4 KiB does not, 1 MiB does), and a pageable source is
 // taken at the call (as CUDA's documentation says of copies up to 64 KB).
 constexpr std::size_t kSmallMemset = 64 << 10, kPageableSnapshot = 64 << 10;
-constexpr std::size_t kInlinedH2D = 32
-                                    << 10;  // FACTS 4: below, H2D goes through the compute channel
+constexpr std::size_t kSmallH2D = 32 << 10;  // FACTS 4: not inlined from here on
 
 /// One side of a copy.
 struct Side {
@@ -36,13 +35,16 @@ struct Side {
   [[nodiscard]] bool isDevice() const { return region != nullptr && region->isDevice(); }
 };
 
-bool resolve(std::uintptr_t address, std::size_t bytes, Side* out) {
+/// False for what a copy of the device `physical` cannot reach.
+bool resolve(std::uintptr_t address, std::size_t bytes, int physical, Side* out) {
   out->region = regions::find(address);
   if (out->region == nullptr) {
     out->bytes = reinterpret_cast<std::byte*>(address);
     return address != 0;
   }
   if (out->region->isDevice() && !out->region->contains(address, bytes)) return false;
+  // Mapped without access for that device: the real copy would fault.
+  if (((out->region->access >> physical) & 1) == 0) return false;
   out->bytes = out->region->at(address);
   return true;
 }
@@ -113,7 +115,8 @@ void countCopy(int physical, Counter kind, std::size_t bytes) {
       break;
     default:
       count(physical, Counter::BytesH2D, bytes);
-      if (bytes < kInlinedH2D) count(physical, Counter::H2DUnder32KiB);
+      if (bytes < kSmallH2D) count(physical, Counter::H2DUnder32KiB);
+      if (bytes <= kInlinedH2D) count(physical, Counter::InlinedH2D);
   }
 }
 
@@ -122,7 +125,8 @@ void countCopy(int physical, Counter kind, std::size_t bytes) {
 CUresult copy(const StreamPtr& stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
   if (bytes == 0) return Scheduler::get().submit(stream, std::vector<Op>(1));
   Side target, source;
-  if (!resolve(to, bytes, &target) || !resolve(from, bytes, &source))
+  const int here = stream->context->physical;
+  if (!resolve(to, bytes, here, &target) || !resolve(from, bytes, here, &source))
     return CUDA_ERROR_INVALID_VALUE;
   auto work = std::make_unique<Work>();
   const Counter kind = plan(target, source, *stream, work.get());

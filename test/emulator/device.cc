@@ -47,7 +47,7 @@ int attributeOf(CUdevice_attribute attribute, int physical) {
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
       return 1;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_MODE:
-      return CU_COMPUTEMODE_DEFAULT;
+      return settings().computeMode;
     case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
       return 1;
     case CU_DEVICE_ATTRIBUTE_ECC_ENABLED:
@@ -91,6 +91,16 @@ int attributeOf(CUdevice_attribute attribute, int physical) {
     case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS:
       return 1;
     case CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR:
+      return 1;
+    case CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY:
+      return 1;
+    case CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS:
+      return 1;
+    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+      return 1;
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+      return 1;
+    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
       return 1;
     case CU_DEVICE_ATTRIBUTE_NUMA_ID:
       return -1;

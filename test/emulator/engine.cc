@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +15,7 @@
 #include <type_traits>
 
 #include "test/emulator/capture.h"
+#include "test/emulator/faults.h"
 #include "test/emulator/session.h"
 
 namespace hoccl::emu {
@@ -28,8 +28,6 @@ constexpr std::size_t kChunkBytes = 1 << 20;
 constexpr std::size_t kSliceBytes = 256 << 10;
 // A GPU has several copy engines for NVLink, so that small copies to different peers overlap.
 constexpr int kP2pEngines = 4;
-// A waiter that has seen nothing for this long says what it waits for, once.
-constexpr auto kComplainAfter = std::chrono::seconds(10);
 
 /// Memory that other processes write is polled: fast while things move, slower when nothing has for
 /// a while, so that many parked processes leave the CPU to those with work.
@@ -38,11 +36,6 @@ std::int64_t pollInterval(std::int64_t quietFor) {
   if (quietFor < 20'000'000) return 50'000;
   if (quietFor < 200'000'000) return 100'000;
   return 500'000;
-}
-
-template <typename T>
-T loadAcquire(std::byte* address) {
-  return std::atomic_ref<T>(*reinterpret_cast<T*>(address)).load(std::memory_order_acquire);
 }
 
 template <typename T>
@@ -85,24 +78,6 @@ void moveBytes(const Work& work, std::size_t offset, std::size_t bytes) {
   }
 }
 
-const char* kindName(OpKind kind) {
-  switch (kind) {
-    case OpKind::Nothing:
-      return "empty operation";
-    case OpKind::Write:
-      return "write value";
-    case OpKind::Wait:
-      return "wait value";
-    case OpKind::RecordEvent:
-      return "event record";
-    case OpKind::WaitEvent:
-      return "wait for event";
-    case OpKind::Work:
-      return "copy, memset or kernel";
-  }
-  return "?";
-}
-
 }  // namespace
 
 Scheduler& Scheduler::get() {
@@ -120,6 +95,8 @@ Scheduler::Scheduler() : random_(settings().seed) {
 }
 
 CUresult Scheduler::submit(const StreamPtr& stream, std::vector<Op> ops, bool* captured) {
+  delayCall();
+  if (!ops.empty()) waitForRoom(stream, ops.front());
   std::shared_lock gate(gate_);
   std::unique_lock lock(mutex_);
   bool drop = false;
@@ -144,11 +121,7 @@ CUresult Scheduler::submit(const StreamPtr& stream, std::vector<Op> ops, bool* c
       op.record->stream = stream;
       op.record->sequence = stream->submitted + 1;
     }
-    if (op.kind == OpKind::Work) {
-      // Small H2D copies travel inside the compute channel (FACTS 4), as kernels do.
-      const bool inlined = op.work->path == Path::H2D && op.work->bytes < (32 << 10);
-      if (op.work->path != Path::Immediate) stream->channel = inlined ? Path::Sm : op.work->path;
-    }
+    enterChannel(stream, &op);
     stream->queue.push_back(std::move(op));
     ++stream->submitted;
   }
@@ -161,6 +134,32 @@ CUresult Scheduler::submit(const StreamPtr& stream, std::vector<Op> ops, bool* c
   lock.unlock();
   wake_.notify_one();
   return CUDA_SUCCESS;
+}
+
+/// The kind of the channel that an operation goes through: that of its engine, and for one that
+/// needs no engine that of the engine its stream used last.
+Path Scheduler::channelOf(const Stream& stream, const Op& op) {
+  if (op.kind != OpKind::Work || op.work->path == Path::Immediate) return stream.channel;
+  const bool inlined = op.work->path == Path::H2D && op.work->bytes <= kInlinedH2D;
+  return inlined ? Path::Sm : op.work->path;
+}
+
+void Scheduler::enterChannel(const StreamPtr& stream, Op* op) {
+  op->ticket = ++lastTicket_;
+  stream->channel = channelOf(*stream, *op);
+  if (op->kind != OpKind::Write && op->kind != OpKind::Wait && op->kind != OpKind::Work) return;
+  op->path = stream->channel;
+  op->channel =
+      stream->context->channels->enter(op->path, &stream->uses[static_cast<int>(op->path)]);
+  op->channel->inside.push_back(op->ticket);
+}
+
+/// The operation was executed or is with its engine. It is the oldest in the channel, since nothing
+/// begins behind another.
+void Scheduler::leaveChannel(Op* op, std::int64_t at) {
+  if (op->channel == nullptr || op->queued) return;
+  op->channel->inside.pop_front();
+  op->channel->movedAt = at;
 }
 
 /// The legacy stream runs after all work that blocking streams of its context have, and they after
@@ -223,7 +222,13 @@ void Scheduler::sleep(std::unique_lock<std::mutex>& lock) {
 
 /// What the head waits for has happened; sets when it became ready.
 bool Scheduler::begin(const StreamPtr& stream, Op* op) {
+  if (!barriers_.empty() && *barriers_.begin() < op->ticket) return false;
+  if (op->channel != nullptr && op->channel->holds(op->ticket)) {
+    op->heldUp = true;
+    return false;
+  }
   std::int64_t readyAt = std::max(op->submittedAt, stream->lastDoneAt);
+  if (op->heldUp) readyAt = std::max(readyAt, op->channel->movedAt);
   for (const auto& [other, sequence] : op->after) {
     if (other->completed < sequence) return false;
     readyAt = std::max(readyAt, other->lastDoneAt);
@@ -284,11 +289,16 @@ bool Scheduler::step(const StreamPtr& stream, std::int64_t now) {
       if (!op.record->done) return false;
       finish(stream, std::max(op.readyAt, op.record->at));
       return true;
+    case OpKind::Free:
+      regions::remove(op.region->base, RegionKind::Pool);
+      finish(stream, op.readyAt);
+      return true;
     case OpKind::Work: {
       auto transfer = std::make_unique<Transfer>();
       transfer->stream = stream;
       transfer->op = &op;  // a deque's elements stay where they are
       transfer->chunkReadyAt = op.readyAt;
+      leaveChannel(&op, op.readyAt);
       op.queued = true;
       if (op.work->path == Path::Immediate) {
         startChunk(transfer.get());
@@ -304,6 +314,9 @@ bool Scheduler::step(const StreamPtr& stream, std::int64_t now) {
 
 void Scheduler::finish(const StreamPtr& stream, std::int64_t at) {
   stream->lastDoneAt = std::max(stream->lastDoneAt, at);
+  Op& op = stream->queue.front();
+  leaveChannel(&op, at);
+  if (op.channel != nullptr) ChannelSet::leave(&stream->uses[static_cast<int>(op.path)]);
   stream->queue.pop_front();
   ++stream->completed;
   finishedSome_ = true;
@@ -441,92 +454,6 @@ bool Scheduler::endChunk(std::size_t index) {
     engine->waiting.push_back(std::move(owned));
   }
   return true;
-}
-
-template <typename Done>
-void Scheduler::waitFor(const char* what, Done&& isDone) {
-  std::unique_lock lock(mutex_);
-  ++waiters_;
-  bool complained = false;
-  while (!isDone()) {
-    if (done_.wait_for(lock, kComplainAfter) == std::cv_status::timeout && !isDone() &&
-        !complained) {
-      complained = true;
-      std::fprintf(stderr, "emucuda: pid %d: %s has waited 10 s for: %s\n", getpid(), what,
-                   describePending().c_str());
-    }
-  }
-  --waiters_;
-}
-
-/// The heads of all streams that hold work, for a person who looks at a hang.
-std::string Scheduler::describePending() {
-  std::string text;
-  for (const StreamPtr& stream : busy_) {
-    if (stream->queue.empty()) continue;
-    const Op& op = stream->queue.front();
-    char line[200];
-    std::snprintf(line, sizeof line, "%sstream %llu of device %d: %s", text.empty() ? "" : "; ",
-                  static_cast<unsigned long long>(stream->id), stream->context->ordinal,
-                  kindName(op.kind));
-    text += line;
-    if (op.kind == OpKind::Wait) {
-      std::snprintf(
-          line, sizeof line, " at %p (holds %llu, wants %llu)", static_cast<void*>(op.address),
-          static_cast<unsigned long long>(op.is64 ? loadAcquire<std::uint64_t>(op.address)
-                                                  : loadAcquire<std::uint32_t>(op.address)),
-          static_cast<unsigned long long>(op.value));
-      text += line;
-    }
-  }
-  return text.empty() ? "nothing" : text;
-}
-
-bool Scheduler::idle(const StreamPtr& stream) {
-  std::lock_guard lock(mutex_);
-  return stream->completed == stream->submitted;
-}
-
-void Scheduler::wait(const StreamPtr& stream) {
-  std::uint64_t target = 0;
-  {
-    std::lock_guard lock(mutex_);
-    target = stream->submitted;
-  }
-  waitFor("a stream synchronisation", [&] { return stream->completed >= target; });
-}
-
-void Scheduler::wait(Context* context) {
-  std::vector<std::pair<StreamPtr, std::uint64_t>> targets;
-  {
-    std::lock_guard lock(mutex_);
-    for (const StreamPtr& stream : busy_)
-      if (stream->context == context) targets.emplace_back(stream, stream->submitted);
-  }
-  waitFor("a context synchronisation (or a free, which implies one)", [&] {
-    return std::all_of(targets.begin(), targets.end(),
-                       [](const auto& t) { return t.first->completed >= t.second; });
-  });
-}
-
-bool Scheduler::recordDone(const EventRecord& record) {
-  std::lock_guard lock(mutex_);
-  return record.done;
-}
-
-void Scheduler::wait(const std::shared_ptr<EventRecord>& record) {
-  waitFor("an event synchronisation", [&] { return record->done; });
-}
-
-void Scheduler::waitUnused(const std::shared_ptr<Region>& region) {
-  waitFor("the end of a registration", [&] {
-    for (const StreamPtr& stream : busy_)
-      for (const Op& op : stream->queue)
-        if (op.region == region ||
-            (op.work != nullptr && (op.work->pins[0] == region || op.work->pins[1] == region)))
-          return false;
-    return true;
-  });
 }
 
 }  // namespace hoccl::emu

@@ -2,17 +2,21 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "test/emulator/channel.h"
 #include "test/emulator/context.h"
 #include "test/emulator/memory.h"
 #include "test/emulator/settings.h"
@@ -21,9 +25,15 @@ namespace hoccl::emu {
 
 inline constexpr int kSms = 132;  // H200
 
-/// What carries out a piece of work. Also the channel a stream's memory operations follow (FACTS
-/// 5).
-enum class Path : std::uint8_t { Immediate, Sm, D2H, H2D, P2P };
+// FACTS 4: up to here a copy from the host travels inside the compute channel.
+inline constexpr std::size_t kInlinedH2D = 24 << 10;
+// A channel that holds this many operations makes the next submission wait inside the call.
+inline constexpr std::size_t kChannelDepth = 1020;
+
+template <typename T>
+T loadAcquire(std::byte* address) {
+  return std::atomic_ref<T>(*reinterpret_cast<T*>(address)).load(std::memory_order_acquire);
+}
 
 /// A copy, a memset or a kernel.
 struct Work {
@@ -55,11 +65,11 @@ struct EventRecord {
   std::uint64_t sequence = 0;
 };
 
-enum class OpKind : std::uint8_t { Nothing, Write, Wait, RecordEvent, WaitEvent, Work };
+enum class OpKind : std::uint8_t { Nothing, Write, Wait, RecordEvent, WaitEvent, Work, Free };
 
 struct Op {
   OpKind kind = OpKind::Nothing;
-  // Write, Wait
+  // Write, Wait; Free: the allocation
   std::shared_ptr<Region> region;
   std::byte* address = nullptr;
   std::uint64_t value = 0;
@@ -69,6 +79,10 @@ struct Op {
   std::shared_ptr<EventRecord> record;
   std::unique_ptr<Work> work;
   // set by the scheduler
+  std::uint64_t ticket = 0;    ///< grows with every submission of the process
+  Path path = Path::Sm;        ///< kind of its channel
+  Channel* channel = nullptr;  ///< null: an event's operation, which takes no place in a channel
+  bool heldUp = false;         ///< something else in the channel kept it from beginning
   std::vector<std::pair<std::shared_ptr<Stream>, std::uint64_t>> after;  ///< default-stream order
   std::int64_t submittedAt = 0;
   std::int64_t readyAt = 0;  ///< when everything before it was done, plus the random delay
@@ -89,6 +103,7 @@ struct Stream {
   std::uint64_t submitted = 0, completed = 0;
   std::int64_t lastDoneAt = 0;
   Path channel = Path::Sm;  ///< engine used last; a fresh stream sits on the compute channel
+  ChannelUse uses[kPaths];
   bool inBusyList = false;
   std::shared_ptr<Capture> capture;
 
@@ -127,10 +142,23 @@ class Scheduler {
     body();
   }
 
+  /// As the first launch of a lazily loaded kernel does (FACTS 3): waits for the context's pending
+  /// work; what the process submits meanwhile is accepted and begins only after `body`.
+  template <typename Body>
+  void whileStarved(Context* context, Body&& body) {
+    std::uint64_t barrier = 0;
+    const Targets pending = raiseBarrier(context, &barrier);
+    wait(pending, "the first launch of a kernel, which loads it,");
+    body();
+    dropBarrier(barrier);
+  }
+
   /// For state that the scheduler's lock guards (captures).
   std::mutex& lock() { return mutex_; }
 
  private:
+  /// Streams and how many of their operations must be done.
+  using Targets = std::vector<std::pair<StreamPtr, std::uint64_t>>;
   struct Transfer {
     StreamPtr stream;
     Op* op;
@@ -154,6 +182,12 @@ class Scheduler {
   void addDefaultStreamOrder(const StreamPtr& stream, Op* op);
   bool step(const StreamPtr& stream, std::int64_t now);
   bool begin(const StreamPtr& stream, Op* op);
+  static Path channelOf(const Stream& stream, const Op& op);
+  void waitForRoom(const StreamPtr& stream, const Op& op);
+  static void leaveChannel(Op* op, std::int64_t at);
+  void enterChannel(const StreamPtr& stream, Op* op);
+  Targets raiseBarrier(Context* context, std::uint64_t* barrier);
+  void dropBarrier(std::uint64_t barrier);
   void lookAhead(Stream* stream, std::int64_t now);
   void finish(const StreamPtr& stream, std::int64_t at);
   void startTransfers();
@@ -162,6 +196,8 @@ class Scheduler {
   bool endChunk(std::size_t index);
   void sleep(std::unique_lock<std::mutex>& lock);
   Engine& engineOf(const Work& work);
+  Targets pendingOf(Context* context);
+  void wait(const Targets& targets, const char* what);
   template <typename Done>
   void waitFor(const char* what, Done&& done);
   std::string describePending();
@@ -172,7 +208,9 @@ class Scheduler {
   bool started_ = false, kicked_ = false, finishedSome_ = false;
   int waiters_ = 0;
   std::vector<StreamPtr> busy_;
-  Engine engines_[kMaxDevices][5];
+  std::uint64_t lastTicket_ = 0;
+  std::multiset<std::uint64_t> barriers_;  ///< operations with a later ticket do not begin
+  Engine engines_[kMaxDevices][kPaths];
   std::vector<std::unique_ptr<Transfer>> running_;
   std::int64_t nextTimer_ = 0;
   bool polling_ = false;

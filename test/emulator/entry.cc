@@ -43,6 +43,9 @@ constexpr ErrorText kErrors[] = {
       "part or all of the requested memory range is already mapped"),
     E(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,
       "pointer does not correspond to a registered memory region"),
+    E(CUDA_ERROR_DEVICE_UNAVAILABLE, "CUDA-capable device(s) is/are busy or unavailable"),
+    E(CUDA_ERROR_INVALID_PTX, "a PTX JIT compilation failed"),
+    E(CUDA_ERROR_NOT_PERMITTED, "operation not permitted"),
     E(CUDA_ERROR_NOT_SUPPORTED, "operation not supported"),
     E(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
     E(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
@@ -99,8 +102,23 @@ CUresult cuGetErrorName(CUresult code, const char** out) {
   return error == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
-/// The newest variant of a function under its plain name ("cuMemAlloc" finds cuMemAlloc_v2). All
-/// variants are in every emulated driver, so the version is only checked against the driver's.
+namespace {
+/// Variants that a caller of an older CUDA must not get, since their arguments differ.
+struct Since {
+  const char* symbol;
+  int version;
+};
+constexpr Since kSince[] = {{"cuGetProcAddress_v2", 12000}, {"cuStreamGetCaptureInfo_v3", 12030}};
+
+bool fits(const std::string& symbol, int version) {
+  for (const Since& entry : kSince)
+    if (symbol == entry.symbol) return version >= entry.version;
+  return true;
+}
+}  // namespace
+
+/// The newest variant that the caller's version knows of a function under its plain name
+/// ("cuMemAlloc" finds cuMemAlloc_v2).
 CUresult cuGetProcAddress_v2(const char* symbol, void** out, int version, cuuint64_t,
                              CUdriverProcAddressQueryResult* status) {
   if (symbol == nullptr || out == nullptr) return CUDA_ERROR_INVALID_VALUE;
@@ -109,7 +127,8 @@ CUresult cuGetProcAddress_v2(const char* symbol, void** out, int version, cuuint
   cuDriverGetVersion(&mine);
   for (const char* suffix : {"_v3", "_v2", ""}) {
     if (std::strncmp(symbol, "cu", 2) != 0) break;
-    *out = dlsym(self(), (std::string(symbol) + suffix).c_str());
+    const std::string name = std::string(symbol) + suffix;
+    if (fits(name, version)) *out = dlsym(self(), name.c_str());
     if (*out != nullptr) break;
   }
   if (version > mine) *out = nullptr;

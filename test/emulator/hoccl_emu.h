@@ -25,10 +25,13 @@ struct HocclEmuCounters {
   uint64_t bytesD2H;
   uint64_t bytesP2P;
   uint64_t memOps;         ///< stream write values and wait values, one each in a batch
-  uint64_t h2dUnder32KiB;  ///< of copiesH2D: those the real driver puts into the compute channel
+  uint64_t h2dUnder32KiB;  ///< of copiesH2D: those of a size that HOCCL must not use
   uint64_t
       lateNanoseconds;  ///< model time by which moving bytes on this CPU outlasted the modelled
                         ///< copy; if it is not small beside the run, raise EMUCUDA_DILATION
+  uint64_t
+      inlinedH2D;  ///< of copiesH2D: those of up to 24 KiB, which go through the compute channel
+  uint64_t freedWhileMapped;  ///< allocations freed while another process had them mapped
 };
 typedef struct HocclEmuCounters HocclEmuCounters;
 

@@ -10,6 +10,7 @@
 
 #include "test/emulator/capture.h"
 #include "test/emulator/context.h"
+#include "test/emulator/faults.h"
 #include "test/emulator/memory.h"
 #include "test/emulator/settings.h"
 
@@ -57,13 +58,6 @@ int openExported(const Handle& handle, CUresult* why) {
   return -1;
 }
 
-/// The ordinal of a physical device in this process, or `otherwise` if it is not visible.
-int ordinalOf(int physical, int otherwise) {
-  for (int i = 0; i < deviceCount(); ++i)
-    if (contextOf(i)->physical == physical) return i;
-  return otherwise;
-}
-
 }  // namespace
 }  // namespace hoccl::emu
 
@@ -77,11 +71,11 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr pointer) {
     if (out == nullptr || region == nullptr || region->kind != RegionKind::Device)
       return CUDA_ERROR_INVALID_VALUE;
     struct stat file {};
-    if (fstat(region->fd, &file) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
+    if (fstat(region->backing->fd, &file) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
     Handle handle{};
     handle.magic = kMagic;
     handle.pid = getpid();
-    handle.fd = region->fd;
+    handle.fd = region->backing->fd;
     handle.size = region->size;
     handle.offset = pointer - region->base;
     handle.device = file.st_dev;
@@ -110,6 +104,8 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle bytes, unsigned 
           !peerEnabled(context.ordinal, ordinalOf(handle.physical, -1)))
         return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
     }
+    if (refuseImport()) return CUDA_ERROR_MAP_FAILED;
+    delayCall();
     CUresult why = CUDA_SUCCESS;
     const int fd = openExported(handle, &why);
     if (fd < 0) return why;
@@ -126,6 +122,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle bytes, unsigned 
     region->ordinal = ordinalOf(handle.physical, context.ordinal);
     region->opened = 1;
     region->exportedId = handle.inode;
+    markMapped(fd);
     if (!mapDeviceMemory(region.get(), fd, handle.size) || !regions::insert(region))
       return CUDA_ERROR_MAP_FAILED;
     *out = region->base;
@@ -136,6 +133,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle bytes, unsigned 
 /// Operations still queued on the import keep its mapping until they are done.
 CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
   return contextCall([&](Context&) -> CUresult {
+    delayCall();
     return regions::closeImport(pointer) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
   });
 }

@@ -21,6 +21,7 @@ CUresult resolve(const Stream& stream, CUdeviceptr address, bool is64, Op* op) {
   op->region = regions::find(address);
   if (op->region == nullptr || !op->region->contains(address, size))
     return CUDA_ERROR_INVALID_VALUE;
+  if (op->region->kind == RegionKind::Managed) return CUDA_ERROR_INVALID_VALUE;  // as documented
   if (op->region->isDevice() && op->region->physical != stream.context->physical)
     return CUDA_ERROR_INVALID_VALUE;
   op->address = op->region->at(address);

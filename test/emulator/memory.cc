@@ -25,33 +25,48 @@ Region::~Region() {
   switch (kind) {
     case RegionKind::Device:
     case RegionKind::Imported:
+    case RegionKind::Pool:
       if (view != nullptr) munmap(view, mapped);
       if (base != 0) munmap(reinterpret_cast<void*>(base), mapped);
-      if (fd >= 0) close(fd);
       break;
+    case RegionKind::Mapped:  // the addresses stay reserved
+    case RegionKind::Managed:
     case RegionKind::HostAllocated:
       if (view != nullptr) munmap(view, mapped);
       break;
     case RegionKind::HostRegistered:
       break;
   }
+  if (fd >= 0) close(fd);
+}
+
+bool mapAt(Region* region, int fd, std::uintptr_t base, std::size_t size) {
+  const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  region->size = size;
+  region->mapped = (size + page - 1) / page * page;
+  region->base = base;
+  void* view =
+      mmap(nullptr, region->mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (view == MAP_FAILED) return false;
+  region->view = static_cast<std::byte*>(view);
+  return true;
 }
 
 bool mapDeviceMemory(Region* region, int fd, std::size_t size) {
   const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  region->size = size;
   region->mapped = (size + page - 1) / page * page;
   // The application's addresses: reserved, so that nothing else gets them, and out of the CPU's
   // reach.
   void* addresses =
       mmap(nullptr, region->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (addresses == MAP_FAILED) return false;
-  region->base = reinterpret_cast<std::uintptr_t>(addresses);
-  void* view =
-      mmap(nullptr, region->mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (view == MAP_FAILED) return false;
-  region->view = static_cast<std::byte*>(view);
-  return true;
+  return mapAt(region, fd, reinterpret_cast<std::uintptr_t>(addresses), size);
+}
+
+int ordinalOf(int physical, int otherwise) {
+  for (int i = 0; i < deviceCount(); ++i)
+    if (contextOf(i)->physical == physical) return i;
+  return otherwise;
 }
 
 namespace regions {
@@ -84,6 +99,18 @@ std::shared_ptr<Region> remove(std::uintptr_t base, RegionKind kind) {
   std::shared_ptr<Region> region = std::move(found->second);
   table().erase(found);
   return region;
+}
+
+std::vector<std::shared_ptr<Region>> within(std::uintptr_t base, std::size_t bytes) {
+  std::vector<std::shared_ptr<Region>> found;
+  std::shared_lock lock(gMutex);
+  auto it = table().lower_bound(base);
+  if (it != table().begin()) {
+    const auto& before = std::prev(it)->second;
+    if (base - before->base < before->size) found.push_back(before);
+  }
+  for (; it != table().end() && it->first - base < bytes; ++it) found.push_back(it->second);
+  return found;
 }
 
 void removeAllOf(Context* context) {

@@ -8,12 +8,49 @@
 #include <map>
 #include <memory>
 #include <shared_mutex>
+#include <vector>
 
 #include "test/emulator/context.h"
 
 namespace hoccl::emu {
 
-enum class RegionKind { Device, Imported, HostAllocated, HostRegistered };
+enum class RegionKind {
+  Device,
+  Imported,
+  Mapped,   ///< cuMemMap: device memory of an allocation handle
+  Pool,     ///< cuMemAllocAsync
+  Managed,  ///< the CPU reaches it at its address
+  HostAllocated,
+  HostRegistered
+};
+
+/// The bytes of some device memory: a memfd, counted against the device until the last mapping and
+/// the last handle are gone. Processes that import it hold a lock on the file as long as they do.
+struct Backing {
+  int fd = -1;
+  std::size_t size = 0;
+  int physical = 0;
+  bool imported = false;     ///< another process counts it
+  unsigned handleTypes = 0;  ///< CUmemAllocationHandleType it may be exported as
+  bool rdmaCapable = false;
+  std::uint64_t handles = 0;  ///< guarded by the registry's lock
+
+  Backing() = default;
+  Backing(const Backing&) = delete;
+  Backing& operator=(const Backing&) = delete;
+  ~Backing();
+};
+
+/// A new one; null when the device's memory is used up.
+std::shared_ptr<Backing> makeBacking(int physical, std::size_t bytes);
+/// One from another process's descriptor, which stays the caller's; null if it is none.
+std::shared_ptr<Backing> importBacking(int fd);
+/// Bytes of a device that this process has allocated.
+std::uint64_t bytesUsed(int physical);
+/// Another process has the file mapped.
+bool mappedElsewhere(int fd);
+/// Keeps `mappedElsewhere` true for others until `fd`, a description of the file's own, is closed.
+void markMapped(int fd);
 
 /// One allocation or registration. Device memory has two mappings: the addresses the application
 /// gets, which the CPU cannot touch, and `view`, through which the emulator moves the bytes.
@@ -21,11 +58,15 @@ enum class RegionKind { Device, Imported, HostAllocated, HostRegistered };
 struct Region {
   RegionKind kind = RegionKind::Device;
   std::uintptr_t base = 0;
-  std::size_t size = 0;       ///< as asked for
-  std::size_t mapped = 0;     ///< size in whole pages
-  std::byte* view = nullptr;  ///< CPU-reachable address of `base`
-  int fd = -1;                ///< device memory: the memfd behind it
-  std::uint64_t id = 0;       ///< CU_POINTER_ATTRIBUTE_BUFFER_ID, never used twice
+  std::size_t size = 0;              ///< as asked for
+  std::size_t mapped = 0;            ///< size in whole pages
+  std::byte* view = nullptr;         ///< CPU-reachable address of `base`
+  int fd = -1;                       ///< imports: the exporter's memfd
+  std::shared_ptr<Backing> backing;  ///< device memory of this process
+  std::uint64_t pool = 0;            ///< Pool: the CUmemoryPool
+  std::atomic<std::uint64_t> access{
+      ~std::uint64_t{0}};  ///< Mapped: devices (physical) that may use it
+  std::uint64_t id = 0;    ///< CU_POINTER_ATTRIBUTE_BUFFER_ID, never used twice
   Context* context = nullptr;
   int ordinal = 0;   ///< device the memory is on, or whose context registered it
   int physical = 0;  ///< the same, machine-wide
@@ -40,7 +81,7 @@ struct Region {
   ~Region();
 
   [[nodiscard]] bool isDevice() const {
-    return kind == RegionKind::Device || kind == RegionKind::Imported;
+    return kind != RegionKind::HostAllocated && kind != RegionKind::HostRegistered;
   }
   [[nodiscard]] bool contains(std::uintptr_t address, std::size_t bytes) const {
     return address >= base && bytes <= size && address - base <= size - bytes;
@@ -55,6 +96,8 @@ std::shared_ptr<Region> find(std::uintptr_t address);
 bool insert(std::shared_ptr<Region> region);
 /// Takes the region that begins at `base` out of the table if it is of the kind; null otherwise.
 std::shared_ptr<Region> remove(std::uintptr_t base, RegionKind kind);
+/// All regions that touch the range.
+std::vector<std::shared_ptr<Region>> within(std::uintptr_t base, std::size_t bytes);
 /// Takes out everything of a context.
 void removeAllOf(Context* context);
 std::uint64_t newId();
@@ -66,5 +109,9 @@ bool closeImport(std::uintptr_t base);
 
 /// Maps `fd` as device memory (both mappings) into `region`; false when out of memory.
 bool mapDeviceMemory(Region* region, int fd, std::size_t size);
+/// Maps `fd` at the addresses `base` that the caller has reserved.
+bool mapAt(Region* region, int fd, std::uintptr_t base, std::size_t size);
+/// The ordinal of a physical device in this process, or `otherwise` if it is not visible.
+int ordinalOf(int physical, int otherwise);
 
 }  // namespace hoccl::emu

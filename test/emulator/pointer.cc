@@ -55,7 +55,7 @@ bool valueOf(CUpointer_attribute attribute, const Region& region, std::uintptr_t
       return true;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
       *out = pointer;
-      return !region.isDevice();
+      return !region.isDevice() || region.kind == RegionKind::Managed;
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
       *out = region.syncMemops ? 1 : 0;
       return true;
@@ -83,7 +83,19 @@ bool valueOf(CUpointer_attribute attribute, const Region& region, std::uintptr_t
     case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS:
       *out = CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE;
       return true;
-    default:  // managed, pools, shareable handles, GPUDirect RDMA: nothing here has them
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+      *out = region.kind == RegionKind::Managed ? 1 : 0;
+      return true;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+      *out = region.pool;
+      return true;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+      *out = region.backing != nullptr ? region.backing->handleTypes : 0;
+      return true;
+    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
+      *out = region.backing != nullptr && region.backing->rdmaCapable ? 1 : 0;
+      return true;
+    default:
       *out = 0;
       return true;
   }

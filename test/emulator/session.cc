@@ -46,7 +46,7 @@ std::string sessionPath() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   const char* folder = std::getenv("TMPDIR");
   if (folder == nullptr || *folder == '\0') folder = "/tmp";
-  return std::string(folder) + "/emucuda1-" + std::to_string(getuid()) + "-" + settings().session +
+  return std::string(folder) + "/emucuda2-" + std::to_string(getuid()) + "-" + settings().session +
          "-" + boot.substr(0, 8);
 }
 
@@ -120,6 +120,20 @@ std::int64_t reserve(int physical, Link link, std::int64_t from, std::int64_t du
       return start;
   }
 }
+
+namespace {
+bool lockDevice(int physical, short type) {
+  struct flock lock {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = physical;
+  lock.l_len = 1;
+  return gFd < 0 || fcntl(gFd, F_OFD_SETLK, &lock) == 0;
+}
+}  // namespace
+
+bool takeDevice(int physical) { return lockDevice(physical, F_WRLCK); }
+void leaveDevice(int physical) { lockDevice(physical, F_UNLCK); }
 
 void count(int physical, Counter counter, std::uint64_t amount) {
   gProcess[physical][static_cast<int>(counter)].fetch_add(amount, std::memory_order_relaxed);

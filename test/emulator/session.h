@@ -28,6 +28,8 @@ enum class Counter {
   MemOps,
   H2DUnder32KiB,
   LateNanoseconds,
+  InlinedH2D,
+  FreedWhileMapped,
   Count
 };
 inline constexpr int kCounters = static_cast<int>(Counter::Count);
@@ -43,6 +45,11 @@ bool open(std::string* error);
 
 /// Takes the link for `duration` real nanoseconds, not before `from`; returns the start.
 std::int64_t reserve(int physical, Link link, std::int64_t from, std::int64_t duration);
+
+/// Exclusive-process mode: true if no other process of the session has a context on the device;
+/// then it is this one's until `leaveDevice` or its end. Without a session always true.
+bool takeDevice(int physical);
+void leaveDevice(int physical);
 
 /// Adds to this process's and to the session's counter.
 void count(int physical, Counter counter, std::uint64_t amount = 1);

@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -68,23 +69,42 @@ std::vector<int> visibleDevices(int devices) {
   return chosen;
 }
 
+/// CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32. Not a variable of the emulator's: nonsense is no error.
+int connections() {
+  constexpr long kMost = 32;
+  const char* text = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const long value = text == nullptr ? 0 : std::strtol(text, nullptr, 10);
+  return static_cast<int>(std::clamp(value, 0L, kMost));
+}
+
 }  // namespace
 
 bool loadSettings(Settings* out, std::string* error) {
   Settings values;
-  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1;
+  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, refuse = -1,
+         mode = 0;
   if (!readNumber("EMUCUDA_DEVICES", 0, kMaxDevices, true, &devices, error) ||
       !readNumber("EMUCUDA_DILATION", kMinDilation, kMaxDilation, false, &values.dilation, error) ||
       !readNumber("EMUCUDA_SEED", 0, 1e15, true, &seed, error) ||
       !readNumber("EMUCUDA_DELAY_US", 0, kMaxDelayUs, true, &delay, error) ||
       !readNumber("EMUCUDA_MEM_GIB", 1.0 / 1024, kMaxMemoryGib, false, &memory, error) ||
-      !readNumber("EMUCUDA_P2P", 0, 1, true, &peers, error))
+      !readNumber("EMUCUDA_P2P", 0, 1, true, &peers, error) ||
+      !readNumber("EMUCUDA_REFUSE_IPC_OPEN", 0, 1e9, true, &refuse, error) ||
+      !readNumber("EMUCUDA_COMPUTE_MODE", 0, 3, true, &mode, error))
     return false;
+  if (mode == 1) {
+    *error = "EMUCUDA_COMPUTE_MODE=1: must be 0 (default), 2 (prohibited) or 3 (exclusive process)";
+    return false;
+  }
+  values.refuseImportsAfter = static_cast<long>(refuse);
+  values.computeMode = static_cast<int>(mode);
+  if (const char* name = std::getenv("EMUCUDA_REFUSE_IPC_IN")) values.refuseImportsIn = name;
   values.devices = static_cast<int>(devices);
   values.seed = static_cast<std::uint64_t>(seed);
   values.delayUs = static_cast<std::uint32_t>(delay);
   values.memoryBytes = static_cast<std::uint64_t>(memory * (1 << 30));
   values.peerAccess = peers != 0;
+  values.connections = connections();
   if (const char* session = std::getenv("EMUCUDA_SESSION")) values.session = session;
   if (values.session.size() > 64 || values.session.find('/') != std::string::npos) {
     *error = "EMUCUDA_SESSION=" + values.session + ": must be at most 64 characters without '/'";

@@ -16,9 +16,14 @@ struct Settings {
   std::uint64_t seed = 1;     ///< EMUCUDA_SEED: of the random delays
   std::uint32_t delayUs = 0;  ///< EMUCUDA_DELAY_US: longest random real delay before each operation
   std::uint64_t memoryBytes = std::uint64_t{139} << 30;  ///< EMUCUDA_MEM_GIB: memory of each GPU
-  bool peerAccess = true;    ///< EMUCUDA_P2P: 0 = no GPU reaches another
-  std::string session;       ///< EMUCUDA_SESSION: processes that share the devices' engines
-  std::vector<int> visible;  ///< physical number of each ordinal (CUDA_VISIBLE_DEVICES)
+  int connections = 0;           ///< CUDA_DEVICE_MAX_CONNECTIONS; 0: not set
+  bool peerAccess = true;        ///< EMUCUDA_P2P: 0 = no GPU reaches another
+  long refuseImportsAfter = -1;  ///< EMUCUDA_REFUSE_IPC_OPEN: imports that succeed before all
+                                 ///< others of the process are refused; -1: none is
+  std::string refuseImportsIn;   ///< EMUCUDA_REFUSE_IPC_IN: only in processes of this name
+  int computeMode = 0;           ///< EMUCUDA_COMPUTE_MODE: a CUcomputemode
+  std::string session;           ///< EMUCUDA_SESSION: processes that share the devices' engines
+  std::vector<int> visible;      ///< physical number of each ordinal (CUDA_VISIBLE_DEVICES)
 };
 
 /// Reads the environment. On a bad value returns false and one line that names it.
