@@ -6,6 +6,7 @@
 #include <map>
 
 #include "driver.h"
+#include "launch.h"
 
 namespace standin {
 namespace {
@@ -50,27 +51,37 @@ ncclComm* newComm(int rank, int nranks) {
 
 void freeComm(ncclComm* comm) {
   if (comm->work.joinable()) comm->work.join();
-  // A split still under way on the parent's thread, or another thread's operation that has yet to
-  // notice an abort, ends by its own bounds.
-  const Bound bound(nullptr, 2 * timeout());
+  // A split still under way on the parent's thread, or another thread's call that has yet to
+  // notice an abort, ends by its own bounds; the operations when the streams reach them.
+  const Bound bound(&comm->cancelled, 2 * timeout());
+  report(comm->worker.drain(bound, "the communicator's last operations"));
+  comm->cancelled = true;
+  const Bound last(nullptr, 2 * timeout());
   while (comm->state == ncclInProgress || comm->users > 0) {
-    if (Outcome over = bound.check("the communicator's last operation"); !over) {
+    if (Outcome over = last.check("the communicator's last call"); !over) {
       report(over);
       return;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  dropBelongings(comm);
   comm->valid = 0;
+  reapLaunches(comm->context);
   delete comm;
 }
 
 ncclResult_t ensureReady(ncclComm* comm) {
+  ncclResult_t state = ncclSuccess;
+  if (const ncclResult_t idle = ensureIdle(comm, &state); idle != ncclSuccess) return idle;
+  return state;
+}
+
+ncclResult_t ensureIdle(ncclComm* comm, ncclResult_t* state) {
   if (!comm || comm->valid != ncclComm::kValid) {
     return report(Outcome::error(ncclInvalidArgument, "no communicator, or one already destroyed"));
   }
-  ncclResult_t state = ncclSuccess;
-  ncclCommGetAsyncError(comm, &state);
-  if (state != ncclInProgress) return state;
+  ncclCommGetAsyncError(comm, state);
+  if (*state != ncclInProgress) return ncclSuccess;
   return report(Outcome::error(ncclInvalidArgument,
                                "communicator used before its previous operation returned success"));
 }
@@ -98,13 +109,21 @@ ncclResult_t runJobs(std::vector<Job> jobs) {
       if (owner->work.joinable()) owner->work.join();
     }
     for (auto& [owner, mine] : byOwner) {
-      owner->work = std::thread([mine = std::move(mine)]() mutable {
-        std::vector<Outcome> outcomes;
-        runInOrder(mine, outcomes);
-        settle(mine, outcomes);
-      });
+      Outcome started = startThread(
+          [mine]() mutable {
+            std::vector<Outcome> outcomes;
+            runInOrder(mine, outcomes);
+            settle(mine, outcomes);
+          },
+          &owner->work);
+      if (!started) settle(mine, std::vector<Outcome>(mine.size(), started));
     }
     return ncclInProgress;
+  }
+  std::vector<Busy> busy;
+  for (Job& job : jobs) {
+    busy.emplace_back(job.owner);
+    if (job.comm && job.comm != job.owner) busy.emplace_back(job.comm);
   }
   std::map<ncclComm*, std::vector<Outcome>> outcomes;
   for (auto& [owner, mine] : byOwner) outcomes[owner];
@@ -117,10 +136,11 @@ ncclResult_t runJobs(std::vector<Job> jobs) {
   }
   if (!byOwner.empty()) runInOrder(byOwner.begin()->second, outcomes[byOwner.begin()->first]);
   for (std::thread& thread : threads) thread.join();
+  for (auto& [owner, mine] : byOwner) settle(mine, outcomes[owner]);
+  busy.clear();
   ncclResult_t result = ncclSuccess;
   for (auto& [owner, mine] : byOwner) {
     const std::vector<Outcome>& results = outcomes[owner];
-    settle(mine, results);
     for (std::size_t i = 0; i < mine.size(); ++i) {
       if (results[i]) continue;
       if (result == ncclSuccess) result = results[i].code;

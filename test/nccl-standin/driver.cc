@@ -3,56 +3,45 @@
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 namespace standin {
 namespace {
 
-constexpr useconds_t kPollPauseUs = 20;
-
 std::uintptr_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+
+Outcome outcomeOf(CUresult result, const char* function) {
+  if (result == CUDA_SUCCESS) return {};
+  return Outcome::error(ncclUnhandledCudaError,
+                        fmt::format("{}: error {}", function, static_cast<int>(result)));
+}
 
 }  // namespace
 
 #define STANDIN_TEXT_OF(name) #name
 // Expands cuda.h's renaming first: cuMemAlloc becomes "cuMemAlloc_v2".
 #define STANDIN_SYMBOL(name) STANDIN_TEXT_OF(name)
-#define STANDIN_DRIVER_FUNCTIONS(X)            \
-  X(ctxGetCurrent, cuCtxGetCurrent)            \
-  X(ctxGetDevice, cuCtxGetDevice)              \
-  X(ctxPush, cuCtxPushCurrent)                 \
-  X(ctxPop, cuCtxPopCurrent)                   \
-  X(primaryRetain, cuDevicePrimaryCtxRetain)   \
-  X(pointerAttributes, cuPointerGetAttributes) \
-  X(streamQuery, cuStreamQuery)                \
-  X(streamIsCapturing, cuStreamIsCapturing)    \
-  X(toHost, cuMemcpyDtoHAsync)                 \
-  X(toDevice, cuMemcpyHtoDAsync)               \
-  X(memAlloc, cuMemAlloc)                      \
+#define STANDIN_DRIVER_FUNCTIONS(X)                 \
+  X(ctxGetCurrent, cuCtxGetCurrent)                 \
+  X(ctxGetDevice, cuCtxGetDevice)                   \
+  X(ctxPush, cuCtxPushCurrent)                      \
+  X(ctxPop, cuCtxPopCurrent)                        \
+  X(primaryRetain, cuDevicePrimaryCtxRetain)        \
+  X(captureMode, cuThreadExchangeStreamCaptureMode) \
+  X(pointerAttributes, cuPointerGetAttributes)      \
+  X(streamIsCapturing, cuStreamIsCapturing)         \
+  X(toHost, cuMemcpyDtoHAsync)                      \
+  X(toDevice, cuMemcpyHtoDAsync)                    \
+  X(writeValue, cuStreamWriteValue64)               \
+  X(waitValue, cuStreamWaitValue64)                 \
+  X(hostRegister, cuMemHostRegister)                \
+  X(hostUnregister, cuMemHostUnregister)            \
+  X(memAlloc, cuMemAlloc)                           \
   X(memFree, cuMemFree)
 
 struct Driver::Functions {
 #define X(member, name) decltype(&name) member = nullptr;
   STANDIN_DRIVER_FUNCTIONS(X)
 #undef X
-
-  /// A context made current for a scope.
-  class Current {
-   public:
-    Current(const Functions& functions, void* context) : functions_(functions) {
-      pushed_ = functions.ctxPush(static_cast<CUcontext>(context)) == CUDA_SUCCESS;
-    }
-    ~Current() {
-      CUcontext popped;
-      if (pushed_) functions_.ctxPop(&popped);
-    }
-    Current(const Current&) = delete;
-    Current& operator=(const Current&) = delete;
-
-   private:
-    const Functions& functions_;
-    bool pushed_;
-  };
 };
 
 Driver::Driver() : functions_(nullptr) {
@@ -74,6 +63,25 @@ const Driver& Driver::get() {
   return *driver;
 }
 
+Driver::Scope::Scope(void* context) : captureMode_(CU_STREAM_CAPTURE_MODE_RELAXED) {
+  if (!context) return;
+  const Functions& functions = *Driver::get().functions_;
+  pushed_ = functions.ctxPush(static_cast<CUcontext>(context)) == CUDA_SUCCESS;
+  if (!pushed_) return;
+  auto mode = static_cast<CUstreamCaptureMode>(captureMode_);
+  functions.captureMode(&mode);
+  captureMode_ = mode;
+}
+
+Driver::Scope::~Scope() {
+  if (!pushed_) return;
+  const Functions& functions = *Driver::get().functions_;
+  auto mode = static_cast<CUstreamCaptureMode>(captureMode_);
+  functions.captureMode(&mode);
+  CUcontext popped;
+  functions.ctxPop(&popped);
+}
+
 void* Driver::currentContext() const {
   CUcontext context = nullptr;
   if (!functions_ || functions_->ctxGetCurrent(&context) != CUDA_SUCCESS) return nullptr;
@@ -92,9 +100,7 @@ void* Driver::primaryContext(int device) const {
   return context;
 }
 
-bool Driver::isDevicePointer(void* context, const void* pointer) const {
-  if (!context) return false;
-  const Functions::Current current(*functions_, context);
+bool Driver::isDevicePointer(const void* pointer) const {
   unsigned int type = 0;
   CUpointer_attribute attribute = CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
   void* result = &type;
@@ -102,58 +108,41 @@ bool Driver::isDevicePointer(void* context, const void* pointer) const {
          type == CU_MEMORYTYPE_DEVICE;
 }
 
-bool Driver::isCapturing(void* context, void* stream) const {
-  if (!context) return false;
-  const Functions::Current current(*functions_, context);
+bool Driver::isCapturing(void* stream) const {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   return functions_->streamIsCapturing(static_cast<CUstream>(stream), &status) == CUDA_SUCCESS &&
          status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
 }
 
-Outcome Driver::waitIdle(void* context, void* stream, const Bound& bound) const {
-  if (!context) return {};
-  const Functions::Current current(*functions_, context);
-  while (true) {
-    const CUresult result = functions_->streamQuery(static_cast<CUstream>(stream));
-    if (result == CUDA_SUCCESS) return {};
-    if (result != CUDA_ERROR_NOT_READY) {
-      return Outcome::error(ncclUnhandledCudaError,
-                            fmt::format("cuStreamQuery: error {}", static_cast<int>(result)));
-    }
-    if (Outcome over = bound.check(fmt::format("stream {} to become idle", fmt::ptr(stream)));
-        !over) {
-      return over;
-    }
-    usleep(kPollPauseUs);
-  }
+Outcome Driver::copyToHost(void* stream, void* to, const void* from, std::size_t bytes) const {
+  return outcomeOf(functions_->toHost(to, number(from), bytes, static_cast<CUstream>(stream)),
+                   "cuMemcpyDtoHAsync");
 }
 
-Outcome Driver::copyToHost(void* context, void* stream, void* to, const void* from,
-                           std::size_t bytes, const Bound& bound) const {
-  {
-    const Functions::Current current(*functions_, context);
-    const CUresult result =
-        functions_->toHost(to, number(from), bytes, static_cast<CUstream>(stream));
-    if (result != CUDA_SUCCESS) {
-      return Outcome::error(ncclUnhandledCudaError,
-                            fmt::format("cuMemcpyDtoHAsync: error {}", static_cast<int>(result)));
-    }
-  }
-  return waitIdle(context, stream, bound);
+Outcome Driver::copyToDevice(void* stream, void* to, const void* from, std::size_t bytes) const {
+  return outcomeOf(functions_->toDevice(number(to), from, bytes, static_cast<CUstream>(stream)),
+                   "cuMemcpyHtoDAsync");
 }
 
-Outcome Driver::copyToDevice(void* context, void* stream, void* to, const void* from,
-                             std::size_t bytes, const Bound& bound) const {
-  {
-    const Functions::Current current(*functions_, context);
-    const CUresult result =
-        functions_->toDevice(number(to), from, bytes, static_cast<CUstream>(stream));
-    if (result != CUDA_SUCCESS) {
-      return Outcome::error(ncclUnhandledCudaError,
-                            fmt::format("cuMemcpyHtoDAsync: error {}", static_cast<int>(result)));
-    }
-  }
-  return waitIdle(context, stream, bound);
+Outcome Driver::write(void* stream, std::uint64_t* word, std::uint64_t value) const {
+  return outcomeOf(functions_->writeValue(static_cast<CUstream>(stream), number(word), value,
+                                          CU_STREAM_WRITE_VALUE_DEFAULT),
+                   "cuStreamWriteValue64");
+}
+
+Outcome Driver::await(void* stream, std::uint64_t* word, std::uint64_t value) const {
+  return outcomeOf(functions_->waitValue(static_cast<CUstream>(stream), number(word), value,
+                                         CU_STREAM_WAIT_VALUE_GEQ),
+                   "cuStreamWaitValue64");
+}
+
+Outcome Driver::pin(void* memory, std::size_t bytes) const {
+  return outcomeOf(functions_->hostRegister(memory, bytes, CU_MEMHOSTREGISTER_PORTABLE),
+                   "cuMemHostRegister");
+}
+
+bool Driver::unpin(void* memory) const {
+  return functions_->hostUnregister(memory) == CUDA_SUCCESS;
 }
 
 void* Driver::allocate(std::size_t bytes) const {

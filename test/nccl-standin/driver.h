@@ -1,9 +1,8 @@
 #pragma once
 
 #include <cstddef>
-#include <vector>
+#include <cstdint>
 
-#include "link.h"
 #include "outcome.h"
 
 namespace standin {
@@ -20,16 +19,34 @@ class Driver {
   /// The primary context of a device, retained for ever; null without a driver.
   void* primaryContext(int device) const;
 
-  bool isDevicePointer(void* context, const void* pointer) const;
-  bool isCapturing(void* context, void* stream) const;
-  /// Waits until all work on the stream is done.
-  Outcome waitIdle(void* context, void* stream, const Bound& bound) const;
-  Outcome copyToHost(void* context, void* stream, void* to, const void* from, std::size_t bytes,
-                     const Bound& bound) const;
-  Outcome copyToDevice(void* context, void* stream, void* to, const void* from, std::size_t bytes,
-                       const Bound& bound) const;
-  /// Device memory of the current context; null where there is none.
+  /// For a scope: the context is current and calls are allowed that a capture elsewhere forbids, as
+  /// inside NCCL. Nothing where the context is null.
+  class Scope {
+   public:
+    explicit Scope(void* context);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    bool pushed_ = false;
+    int captureMode_;
+  };
+
+  // All below need a Scope, whose context they use, and none waits for the device.
+  bool isDevicePointer(const void* pointer) const;
+  bool isCapturing(void* stream) const;
+  /// Between memory that `pin` has seen and device memory, in the order of the stream.
+  Outcome copyToHost(void* stream, void* to, const void* from, std::size_t bytes) const;
+  Outcome copyToDevice(void* stream, void* to, const void* from, std::size_t bytes) const;
+  /// On pinned memory, in the order of the stream: writes a value, waits for one at least as large.
+  Outcome write(void* stream, std::uint64_t* word, std::uint64_t value) const;
+  Outcome await(void* stream, std::uint64_t* word, std::uint64_t value) const;
+  Outcome pin(void* memory, std::size_t bytes) const;
+  bool unpin(void* memory) const;
+  /// Device memory; null where there is none.
   void* allocate(std::size_t bytes) const;
+  /// Needs no Scope.
   bool release(void* pointer) const;
 
  private:

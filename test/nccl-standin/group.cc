@@ -1,5 +1,9 @@
 #include "group.h"
 
+#include <utility>
+
+#include "launch.h"
+
 namespace standin {
 namespace {
 
@@ -44,6 +48,16 @@ ncclResult_t groupFinish() {
     if (done != ncclSuccess) result = done;
   }
   return result;
+}
+
+ncclResult_t groupSimulate(float* microseconds) {
+  constexpr float kLatencyUs = 10, kUsPerByte = 1e-4;
+  if (microseconds) *microseconds = kLatencyUs;
+  for (const Operation& op : group.operations) {
+    if (microseconds) *microseconds += kUsPerByte * static_cast<float>(bytesIn(op) + bytesOut(op));
+  }
+  if (group.depth == 1) group.operations.clear();
+  return groupFinish();
 }
 
 ncclResult_t submit(Job job) {

@@ -12,6 +12,9 @@ int groupDepth();
 void groupBegin();
 /// At the outermost end: runs the jobs, then the operations queued since its begin.
 ncclResult_t groupFinish();
+/// The end of a group whose operations are not done, but timed in microseconds, by a model that
+/// only grows with their bytes.
+ncclResult_t groupSimulate(float* microseconds);
 /// Queues for the outermost end, or runs at once outside of a group.
 ncclResult_t submit(Job job);
 ncclResult_t submit(Operation operation);

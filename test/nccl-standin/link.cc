@@ -34,12 +34,10 @@ Outcome systemError(const std::string& what) {
   return Outcome::error(ncclSystemError, fmt::format("{}: {}", what, std::strerror(errno)));
 }
 
-sockaddr_in loopback(std::uint16_t port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  return address;
+std::string nameOf(const sockaddr_in& address) {
+  char text[INET_ADDRSTRLEN] = "?";
+  inet_ntop(AF_INET, &address.sin_addr, text, sizeof text);
+  return fmt::format("{}:{}", text, ntohs(address.sin_port));
 }
 
 bool wouldBlock() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
@@ -156,7 +154,7 @@ std::chrono::milliseconds timeout() {
 }
 
 Outcome Bound::check(const std::string& what) const {
-  if (aborted_ && *aborted_) {
+  if ((aborted_ && *aborted_) || (alsoAborted_ && *alsoAborted_)) {
     return Outcome::error(ncclInternalError, fmt::format("aborted while waiting for {}", what));
   }
   if (Clock::now() < deadline_) return {};
@@ -164,13 +162,33 @@ Outcome Bound::check(const std::string& what) const {
                                                      length_.count(), what));
 }
 
-Outcome listenLoopback(UniqueFd* out, std::uint16_t* port) {
+sockaddr_in loopback(std::uint16_t port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  return address;
+}
+
+Outcome listenAt(const sockaddr_in& address, UniqueFd* out) {
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  // A given port is used by one communicator after the other.
+  if (fd && address.sin_port) setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (!fd || bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 ||
+      listen(fd.get(), kBacklog) != 0) {
+    return systemError(fmt::format("listening on {}", nameOf(address)));
+  }
+  *out = std::move(fd);
+  return {};
+}
+
+Outcome listenLoopback(UniqueFd* out, std::uint16_t* port) {
   sockaddr_in address = loopback(0);
   socklen_t length = sizeof address;
-  if (!fd || bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      listen(fd.get(), kBacklog) != 0 ||
-      getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+  UniqueFd fd;
+  if (Outcome made = listenAt(address, &fd); !made) return made;
+  if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     return systemError("listening on loopback");
   }
   *port = ntohs(address.sin_port);
@@ -178,12 +196,11 @@ Outcome listenLoopback(UniqueFd* out, std::uint16_t* port) {
   return {};
 }
 
-Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out) {
-  const std::string what = fmt::format("a connection to 127.0.0.1:{}", port);
+Outcome connectTo(const sockaddr_in& address, const Bound& bound, UniqueFd* out) {
+  const std::string what = "a connection to " + nameOf(address);
   UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  sockaddr_in address = loopback(port);
   if (!fd) return systemError(what);
-  if (connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 &&
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0 &&
       errno != EINPROGRESS && errno != EINTR) {
     return systemError(what);
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <netinet/in.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -18,12 +20,13 @@ using hoccl::UniqueFd;
 /// NCCLSTANDIN_TIMEOUT_MS, else 30 s.
 std::chrono::milliseconds timeout();
 
-/// How long a wait may last: a deadline, and a flag that ncclCommAbort sets.
+/// How long a wait may last: a deadline, and up to two flags that an abort sets.
 class Bound {
  public:
   explicit Bound(const std::atomic<bool>* aborted = nullptr,
-                 std::chrono::milliseconds length = timeout())
-      : aborted_(aborted), length_(length) {
+                 std::chrono::milliseconds length = timeout(),
+                 const std::atomic<bool>* alsoAborted = nullptr)
+      : aborted_(aborted), alsoAborted_(alsoAborted), length_(length) {
     progress();
   }
   /// Something moved: the time starts anew.
@@ -33,13 +36,16 @@ class Bound {
 
  private:
   const std::atomic<bool>* aborted_;
+  const std::atomic<bool>* alsoAborted_;
   std::chrono::milliseconds length_;
   Clock::time_point deadline_;
 };
 
-/// A listening socket on 127.0.0.1; all sockets here are non-blocking.
+sockaddr_in loopback(std::uint16_t port);
+/// A listening socket, for port 0 on one the system chooses; all sockets here are non-blocking.
+Outcome listenAt(const sockaddr_in& address, UniqueFd* out);
 Outcome listenLoopback(UniqueFd* out, std::uint16_t* port);
-Outcome connectLoopback(std::uint16_t port, const Bound& bound, UniqueFd* out);
+Outcome connectTo(const sockaddr_in& address, const Bound& bound, UniqueFd* out);
 Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,
                 const std::string& whom);
 Outcome receiveAll(int fd, void* data, std::size_t bytes, const Bound& bound,

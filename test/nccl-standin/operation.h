@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "comm.h"
 #include "outcome.h"
+#include "reduce.h"
 
 namespace standin {
 
@@ -28,14 +30,29 @@ struct Operation {
   int peer = 0;  ///< or root
   ncclComm* comm = nullptr;
   void* stream = nullptr;
+  std::optional<Scale> scale{};  ///< of a reduction: what each rank's input is multiplied by first
 };
 
-/// Bytes of an element; 0 for a type there is not.
-std::size_t typeSize(ncclDataType_t type);
+/// Bytes a rank gives and gets. Where only the root gives or gets, others have none.
+std::size_t bytesIn(const Operation& op);
+std::size_t bytesOut(const Operation& op);
 
-/// Moves the data of a group's operations: sends and receives of a communicator at once, then its
-/// collectives in order; communicators beside each other. Returns when all is done. An error ends
-/// up in the communicator's state too.
-Outcome execute(std::vector<Operation> operations);
+/// Host memory that an operation reads or writes: the application's, or staged device memory.
+struct Host {
+  char* data = nullptr;
+  std::size_t bytes = 0;
+  bool staged = false;
+};
+
+/// An operation with its data on the host.
+struct Staged {
+  Operation op;
+  Host in, out;
+  Host scalar;  ///< of an operator whose scalar is in device memory
+};
+
+/// Moves the data of operations on one communicator: sends and receives at once, then the
+/// collectives in order.
+Outcome moveData(ncclComm* comm, const std::vector<Staged>& operations);
 
 }  // namespace standin

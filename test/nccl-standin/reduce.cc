@@ -7,6 +7,8 @@
 namespace standin {
 namespace {
 
+__extension__ typedef _Float16 Half;
+
 /// bfloat16: the upper half of a float, rounded to nearest even when stored.
 struct Bfloat16 {
   std::uint16_t bits;
@@ -46,6 +48,9 @@ bool withType(ncclDataType_t type, F f) {
       return true;
     case ncclUint64:
       f(std::uint64_t{});
+      return true;
+    case ncclFloat16:
+      f(Half{});
       return true;
     case ncclFloat32:
       f(float{});
@@ -89,6 +94,29 @@ void store(void* data, std::size_t i, T value) {
 
 }  // namespace
 
+std::size_t typeSize(ncclDataType_t type) {
+  switch (type) {
+    case ncclInt8:
+    case ncclUint8:
+    case ncclFloat8e4m3:
+    case ncclFloat8e5m2:
+      return 1;
+    case ncclFloat16:
+    case ncclBfloat16:
+      return 2;
+    case ncclInt32:
+    case ncclUint32:
+    case ncclFloat32:
+      return 4;
+    case ncclInt64:
+    case ncclUint64:
+    case ncclFloat64:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
 bool canReduce(ncclDataType_t type, ncclRedOp_t op) {
   return op >= ncclSum && op < ncclNumOps && withType(type, [](auto) {});
 }
@@ -98,6 +126,13 @@ void combine(void* into, const void* from, std::size_t count, ncclDataType_t typ
     for (std::size_t i = 0; i < count; ++i) {
       store(into, i, apply(load<T>(into, i), load<T>(from, i), op));
     }
+  });
+}
+
+void multiply(void* data, const void* scalar, std::size_t count, ncclDataType_t type) {
+  withType(type, [&]<typename T>(T) {
+    const T by = load<T>(scalar, 0);
+    for (std::size_t i = 0; i < count; ++i) store(data, i, T(load<T>(data, i) * by));
   });
 }
 
