@@ -44,6 +44,15 @@ TEST(BenchCommand, BadValuesAreUsageErrors) {
   expectUsage("bench sendrecv -f 1", "--stepfactor 1");
   expectUsage("bench sendrecv -g 3 --pattern oneway", "oneway");
   expectUsage("bench sendrecv -d float7", "float7");
+  expectUsage("bench allgather -b 1", "blocks");
+  expectUsage("bench gather --root 2", "--root 2");
+  expectUsage("bench alltoallv --skew 0", "--skew 0");
+  // Options of other operations.
+  expectUsage("bench allgather --root 0", "--root");
+  expectUsage("bench alltoall --skew 2", "--skew");
+  expectUsage("bench alltoall --pattern ring", "--pattern");
+  expectUsage("bench broadcast --grouped", "--grouped");
+  expectUsage("bench allreduce", "ubcommand");
   expectUsage("bench sendrecv --compare gloo", "gloo");
   expectUsage("bench sendrecv --bandwidth", "--bandwidth");
   expectUsage("bench", "ubcommand");

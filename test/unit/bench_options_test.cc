@@ -94,6 +94,45 @@ TEST(BenchOptions, RoundsDownToWholeElements) {
   EXPECT_EQ(completed(line).sizes, (Sizes{1024, 1028}));
 }
 
+TEST(BenchOptions, RoundsDownToWholeElementsOfEveryBlock) {
+  CommandLine line;
+  line.operation = Operation::AllGather;
+  line.ranks = 3;
+  line.dataType = "float";
+  line.minBytes = line.maxBytes = "1000";
+  EXPECT_EQ(completed(line).sizes, Sizes{996});
+  line.operation = Operation::Broadcast;
+  EXPECT_EQ(completed(line).sizes, Sizes{1000});
+  line.operation = Operation::Scatter;
+  line.minBytes = line.maxBytes = "11";
+  expectNames(refused(line), {"--minbytes 11", "3 blocks", "float", "scatter"});
+}
+
+TEST(BenchOptions, RootAndSkew) {
+  CommandLine line;
+  line.operation = Operation::Gather;
+  EXPECT_EQ(completed(line).root, 0);
+  line.root = 1;
+  EXPECT_EQ(completed(line).root, 1);
+  line.root = 2;
+  expectNames(refused(line), {"--root 2", "0 to 1"});
+  line = {};
+  line.operation = Operation::AlltoAllv;
+  EXPECT_EQ(completed(line).skew, 2);
+  line.skew = 0;
+  expectNames(refused(line), {"--skew 0"});
+}
+
+TEST(BenchOptions, EightRanksOnTheEmulatedDriver) {
+  CommandLine line;
+  line.ranks = 9;
+  EXPECT_EQ(completed(line).ranks, 9);
+  Options options;
+  const Status status = completeOptions(line, true, &options);
+  ASSERT_FALSE(status);
+  expectNames(status.message(), {"emulated", "--ranks 9", "2 to 8"});
+}
+
 TEST(BenchOptions, DataTypesByEitherName) {
   for (const auto& [name, bytes] : std::vector<std::pair<std::string, unsigned>>{
            {"uint8", 1}, {"bf16", 2}, {"bfloat16", 2}, {"half", 2}, {"float", 4}, {"double", 8}}) {
@@ -209,11 +248,15 @@ TEST(BenchPlan, FitsTheBudgetWithinItsLimits) {
   const IterationPlan fast = planIterations(options, 1e3, 2e9);
   EXPECT_EQ(fast.iters, 20);
   EXPECT_EQ(fast.batches, 5);
-  EXPECT_EQ(fast.launches, 200);
+  EXPECT_EQ(fast.singles, 200);
+  EXPECT_EQ(fast.burst, 20);
+  EXPECT_EQ(fast.bursts, 50);
   const IterationPlan slow = planIterations(options, 1e10, 2e9);
   EXPECT_EQ(slow.iters, 2);
   EXPECT_EQ(slow.batches, 3);
-  EXPECT_EQ(slow.launches, 10);
+  EXPECT_EQ(slow.singles, 10);
+  EXPECT_EQ(slow.burst, 4);
+  EXPECT_EQ(slow.bursts, 3);
   const IterationPlan between = planIterations(options, 40e6, 2e9);
   EXPECT_LE(between.iters * between.batches * 40e6, 2e9 * 0.7);
   EXPECT_GT(between.iters * between.batches * 40e6, 2e9 * 0.3);

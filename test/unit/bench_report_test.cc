@@ -14,6 +14,7 @@ namespace {
 Row fullRow() {
   Row row;
   row.impl = "hoccl";
+  row.op = "sendrecv";
   row.path = "staged";
   row.transport = "shm";
   row.device = "NVIDIA H200";
@@ -41,6 +42,9 @@ std::vector<std::string> words(const std::string& line) {
 TEST(BenchReport, BandwidthIsBytesByTime) {
   EXPECT_NEAR(*fullRow().algbwGbs(), 48.77, 0.01);
   EXPECT_EQ(fullRow().algbwGbs(), fullRow().busbwGbs());
+  Row allgather = fullRow();
+  allgather.busFactor = 0.75;
+  EXPECT_NEAR(*allgather.busbwGbs(), 36.58, 0.01);
   Row row = fullRow();
   row.timeUs.reset();
   EXPECT_FALSE(row.algbwGbs());
@@ -48,8 +52,8 @@ TEST(BenchReport, BandwidthIsBytesByTime) {
 
 TEST(BenchReport, TableRowHasEveryColumn) {
   EXPECT_EQ(words(tableRow(fullRow())),
-            (std::vector<std::string>{"1048576", "262144", "float", "21.50", "48.77", "48.77", "0",
-                                      "1.25", "3.50", "7.50", "0", "staged"}));
+            (std::vector<std::string>{"1048576", "262144", "float", "out", "21.50", "48.77",
+                                      "48.77", "0", "1.25", "3.50", "7.50", "0", "staged"}));
 }
 
 TEST(BenchReport, WhatIsNotMeasuredIsADash) {
@@ -61,8 +65,8 @@ TEST(BenchReport, WhatIsNotMeasuredIsADash) {
   row.kernels.reset();
   row.path = "";
   EXPECT_EQ(words(tableRow(row)),
-            (std::vector<std::string>{"1048576", "262144", "float", "21.50", "48.77", "48.77", "-",
-                                      "-", "-", "-", "-", "-"}));
+            (std::vector<std::string>{"1048576", "262144", "float", "out", "21.50", "48.77",
+                                      "48.77", "-", "-", "-", "-", "-", "-"}));
 }
 
 TEST(BenchReport, HeadingIsAsWideAsARow) {
@@ -77,12 +81,19 @@ TEST(BenchReport, JsonRowHasTheSchema) {
   const auto json = rowJson(fullRow());
   std::vector<std::string> keys;
   for (const auto& [key, value] : json.items()) keys.push_back(key);
-  EXPECT_EQ(keys, (std::vector<std::string>{"schema", "impl", "op", "path", "transport", "device",
-                                            "emulated", "ranks", "bytes", "dtype", "in_place",
-                                            "iters", "time_us", "algbw_gbs", "busbw_gbs", "errors",
-                                            "launch_us", "launch_p99_us", "launch_idle_us",
-                                            "kernels"}));
+  EXPECT_EQ(keys,
+            (std::vector<std::string>{
+                "schema",         "impl",      "op",        "path",   "transport", "device",
+                "emulated",       "ranks",     "bytes",     "dtype",  "in_place",  "iters",
+                "time_us",        "algbw_gbs", "busbw_gbs", "errors", "launch_us", "launch_p99_us",
+                "launch_idle_us", "kernels"}));
   EXPECT_EQ(json["op"], "sendrecv");
+  EXPECT_EQ(json["in_place"], false);
+  Row inPlace = fullRow();
+  inPlace.op = "gather";
+  inPlace.inPlace = true;
+  EXPECT_EQ(rowJson(inPlace)["op"], "gather");
+  EXPECT_EQ(rowJson(inPlace)["in_place"], true);
   EXPECT_EQ(json["transport"], "shm");
   EXPECT_EQ(json["time_us"], 21.5);
   EXPECT_EQ(json["kernels"], 0);
@@ -102,6 +113,7 @@ TEST(BenchReport, JsonFileIsWrittenWhole) {
       std::filesystem::temp_directory_path() / ("hoccl_bench_report_" + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
   RunHeader header;
+  header.op = "allgather";
   header.kernel = "Linux 6.1";
   header.emulated = true;
   header.dilation = 20;
@@ -110,6 +122,7 @@ TEST(BenchReport, JsonFileIsWrittenWhole) {
   std::ifstream file(path);
   const auto json = nlohmann::json::parse(file);
   EXPECT_EQ(json["rows"].size(), 2u);
+  EXPECT_EQ(json["header"]["program"], "hoccl bench allgather");
   EXPECT_EQ(json["header"]["kernel"], "Linux 6.1");
   EXPECT_EQ(json["header"]["dilation"], 20);
   EXPECT_TRUE(json["header"]["commit"].is_null());
@@ -126,13 +139,15 @@ TEST(BenchReport, ComparisonSetsEqualSizesSideBySide) {
   their.timeUs = 43;
   their.impl = other.impl = "nccl";
   other.bytes = 2 << 20;
-  const std::string text = comparisonTable("over NET/Socket", {our}, {their, other});
+  Row inPlace = their;
+  inPlace.inPlace = true;  // no row of ours to set it beside
+  const std::string text = comparisonTable("over NET/Socket", {our}, {their, other, inPlace});
   EXPECT_NE(text.find("hoccl against nccl over NET/Socket"), std::string::npos);
   std::istringstream lines(text);
   std::string line, last;
   while (std::getline(lines, line)) last = line;
-  EXPECT_EQ(words(last), (std::vector<std::string>{"1048576", "21.50", "43.00", "48.77", "24.39",
-                                                   "1.25", "1.25", "2.00"}));
+  EXPECT_EQ(words(last), (std::vector<std::string>{"1048576", "out", "21.50", "43.00", "48.77",
+                                                   "24.39", "1.25", "1.25", "2.00"}));
   EXPECT_EQ(text.find("2097152"), std::string::npos);
   EXPECT_EQ(comparisonTable("", {our}, {}), "");
 }

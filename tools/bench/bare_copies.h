@@ -4,39 +4,52 @@
 #include <nlohmann/json.hpp>
 
 #include "common/base/status.h"
+#include "tools/bench/layout.h"
 #include "tools/bench/rank_device.h"
 #include "tools/bench/start_page.h"
 
 namespace hoccl::bench {
 
-/// One of the two halves of a staged transfer alone, with nothing between them: rank 0 copies from
-/// its GPU to pinned host memory, rank 1 from pinned host memory to its GPU.
+/// The copies a staged operation is made of, alone and with nothing passed between the ranks: what
+/// a rank sends it copies from its GPU to pinned host memory, what it receives from pinned host
+/// memory to its GPU, both directions at once.
 class BareCopies {
  public:
-  BareCopies(RankDevice* device, StartPage* start, int rank, std::uint64_t timeoutMs)
-      : device_(device), start_(start), rank_(rank), timeoutMs_(timeoutMs) {}
+  BareCopies(RankDevice* device, StartPage* start, const OperationPlan& plan, int rank,
+             std::uint64_t timeoutMs)
+      : device_(device), start_(start), plan_(plan), rank_(rank), timeoutMs_(timeoutMs) {}
   BareCopies(const BareCopies&) = delete;
   BareCopies& operator=(const BareCopies&) = delete;
   ~BareCopies();
 
   Status allocate(std::uint64_t maxBytes);
-  /// Both halves start together. Steady: `count` times `bytes` back to back; a half that is done
-  /// goes on copying until the other one is too, so that each is timed beside the other. Answers
-  /// "ns". Otherwise `count` single copies of `bytes`, each onto an idle stream. Answers
+  /// All ranks start together. Steady: `count` operations' copies back to back; a rank that is done
+  /// goes on copying until the others are too, so that each is timed beside the others. Answers
+  /// "ns". Otherwise the copies of `count` single operations, each onto idle streams. Answers
   /// "singleNs".
-  Status run(std::uint64_t bytes, int count, bool steady, nlohmann::json* answer);
+  Status run(const Shape& shape, int count, bool steady, nlohmann::json* answer);
 
  private:
-  Status enqueue(std::uint64_t bytes);
-  Status drain() { return device_->drain(timeoutMs_ - timeoutMs_ / 10, nullptr); }
+  /// One direction: its stream and its buffers, which are used round and round.
+  struct Lane {
+    CUstream stream = nullptr;
+    std::uint64_t ringBytes = 0, at = 0;
+    void* host = nullptr;
+    DeviceBuffer memory;
+  };
+
+  Status allocate(Lane* lane, std::uint64_t maxBytes);
+  Status enqueue(Lane* lane, bool out, std::uint64_t bytes);
+  /// Both directions of one operation.
+  Status enqueue(std::uint64_t out, std::uint64_t in);
+  Status drain();
 
   RankDevice* device_;
   StartPage* start_;
+  OperationPlan plan_;
   int rank_;
-  std::uint64_t timeoutMs_;
-  std::uint64_t ringBytes_ = 0, at_ = 0, steadyRuns_ = 0;
-  void* host_ = nullptr;
-  DeviceBuffer memory_;
+  std::uint64_t timeoutMs_, steadyRuns_ = 0;
+  Lane out_, in_;
 };
 
 }  // namespace hoccl::bench

@@ -6,10 +6,12 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <string>
 
+#include "tools/bench/bench_run.h"
+#include "tools/bench/operations.h"
 #include "tools/bench/options.h"
 #include "tools/bench/rank_process.h"
-#include "tools/bench/sendrecv.h"
 
 namespace hoccl {
 namespace {
@@ -57,9 +59,8 @@ void addRunOptions(CLI::App* command, bench::CommandLine* line) {
   command->add_option("-w,--warmup_iters", line->warmup, "warm-up iterations (default 5)");
   command->add_option("-c,--check", line->check,
                       "checked transfers a size; 0 checks nothing (default 1)");
-  command->add_option("-g,--ranks", line->ranks, "rank processes (default 2)");
-  command->add_option("--pattern", line->pattern,
-                      "oneway (default for 2 ranks: 0 sends to 1), ring (default else) or bidir");
+  command->add_option("-g,--ranks", line->ranks,
+                      "rank processes (default 2; up to 8 on the emulated driver)");
   command->add_flag("--same-node", line->sameNode,
                     "let NCCL see the ranks on one node; else each has an NCCL_HOSTID of its own");
   command->add_option("--impl", line->impl, "what is measured: hoccl, nccl or bare")
@@ -73,20 +74,41 @@ void addRunOptions(CLI::App* command, bench::CommandLine* line) {
                       "seconds a rank may be silent before the run ends (default 60)");
 }
 
+/// What only some operations have.
+void addOperationOptions(CLI::App* command, bench::CommandLine* line) {
+  const bench::OperationFacts& facts = bench::factsOf(line->operation);
+  if (line->operation == bench::Operation::SendRecv)
+    command->add_option("--pattern", line->pattern,
+                        "oneway (default for 2 ranks: 0 sends to 1), ring (default else) or bidir");
+  if (line->operation == bench::Operation::AlltoAllv)
+    command->add_option("--skew", line->skew,
+                        "a rank's largest block over its smallest (default 2; 1: all equal)");
+  if (facts.rooted) command->add_option("-r,--root", line->root, "root rank (default 0)");
+  if (facts.groupable)
+    command->add_flag("--grouped", line->grouped,
+                      "as grouped send/recv even where NCCL has a function for it");
+}
+
 }  // namespace
 
 void addBenchCommand(CLI::App& app, int* exitCode) {
-  CLI::App* bench = app.add_subcommand("bench", "Measure transfers, steered and plain");
+  CLI::App* bench = app.add_subcommand("bench", "Measure operations, steered and plain");
   bench->require_subcommand(1);
 
-  auto line = std::make_shared<bench::CommandLine>();
-  CLI::App* sendrecv = bench->add_subcommand(
-      "sendrecv", "Send and receive between ranks, in the manner of nccl-tests' sendrecv_perf");
-  addSizeOptions(sendrecv, line.get());
-  addRunOptions(sendrecv, line.get());
-  sendrecv->callback([line, exitCode] {
-    runInto(exitCode, [&] { return bench::runSendRecv(*line, ownCommandLine()); });
-  });
+  for (int i = 0; i < bench::kOperations; ++i) {
+    const bench::OperationFacts& facts = bench::operationAt(i);
+    auto line = std::make_shared<bench::CommandLine>();
+    line->operation = facts.operation;
+    CLI::App* command =
+        bench->add_subcommand(facts.name, std::string("in the manner of nccl-tests' ") +
+                                              facts.name + "; size: " + facts.sizeMeaning);
+    addSizeOptions(command, line.get());
+    addRunOptions(command, line.get());
+    addOperationOptions(command, line.get());
+    command->callback([line, exitCode] {
+      runInto(exitCode, [&] { return bench::runBench(*line, ownCommandLine()); });
+    });
+  }
 
   auto parent = std::make_shared<int>(0);
   CLI::App* rank = app.add_subcommand("bench-rank", "One rank process of a bench");

@@ -7,6 +7,7 @@
 
 #include "common/base/time.h"
 #include "common/gpu/driver.h"
+#include "tools/bench/layout.h"
 #include "tools/bench/statistics.h"
 
 namespace hoccl::bench {
@@ -14,20 +15,40 @@ namespace {
 
 using Json = nlohmann::json;
 
-struct Peers {
-  int sendTo = -1, receiveFrom = -1;
-};
+/// The operation as the ranks are to perform it, for an "open" command.
+Json openCommand(const Setting& setting, const char* kind, int rank) {
+  const Options& options = setting.options;
+  return {{"do", "open"},
+          {"kind", kind},
+          {"gpu", rank},
+          {"rank", rank},
+          {"ranks", options.ranks},
+          {"op", factsOf(options.operation).name},
+          {"root", options.root},
+          {"pattern", static_cast<int>(options.pattern)},
+          {"skew", options.skew},
+          {"elementBytes", options.dataType.bytes},
+          {"maxBytes", options.sizes.back()},
+          {"timeoutMs", options.timeoutMs}};
+}
 
-Peers peersOf(Pattern pattern, int rank, int ranks) {
-  switch (pattern) {
-    case Pattern::Oneway:
-      return rank == 0 ? Peers{1, -1} : Peers{-1, 0};
-    case Pattern::Ring:
-      return {(rank + 1) % ranks, (rank + ranks - 1) % ranks};
-    case Pattern::Bidir:
-      return {rank ^ 1, rank ^ 1};
+/// Every size, out of place and in place where the operation has that.
+std::vector<Shape> shapesOf(const Options& options) {
+  std::vector<Shape> shapes;
+  for (const std::uint64_t bytes : options.sizes) {
+    shapes.push_back({bytes, false});
+    if (factsOf(options.operation).inPlace) shapes.push_back({bytes, true});
   }
-  return {};
+  return shapes;
+}
+
+Json shapeCommand(const char* what, const Shape& shape) {
+  return {{"do", what}, {"bytes", shape.bytes}, {"inPlace", shape.inPlace}};
+}
+
+/// For progress and messages: "65536 bytes in place".
+std::string shapeText(const Shape& shape) {
+  return fmt::format("{} bytes{}", shape.bytes, shape.inPlace ? " in place" : "");
 }
 
 /// Counters of all ranks together.
@@ -44,65 +65,68 @@ class NcclMeasurement {
   NcclMeasurement(const Setting& setting, RankSet* set, std::string impl)
       : setting_(setting), options_(setting.options), set_(set), impl_(std::move(impl)) {}
 
-  Status size(std::uint64_t bytes, SetResult* result);
+  Status shape(const Shape& shape, SetResult* result);
 
  private:
-  std::string stage(std::uint64_t bytes, const std::string& what) const {
-    return fmt::format("{} bytes: {}", bytes, what);
-  }
+  /// Asks all ranks to do `what` with the shape; `doing` says for people what that is.
+  Status ask(const char* what, const std::string& doing, Json more, std::vector<Json>* answers);
   /// All ranks transfer `count` times; the slowest one's nanoseconds an iteration.
-  Status transfer(std::uint64_t bytes, int count, const std::string& what,
-                  std::vector<double>* byRankNs, double* slowestNs);
-  Status checkedTransfers(std::uint64_t bytes, std::uint64_t* wrong, double* iterationNs);
-  Status prepare(std::uint64_t bytes);
-  Status verify(std::uint64_t bytes, std::uint64_t* wrong);
+  Status transfer(int count, const std::string& doing, std::vector<double>* byRankNs,
+                  double* slowestNs);
+  Status checkedTransfers(std::uint64_t* wrong, double* iterationNs);
+  Status prepare();
+  Status verify(std::uint64_t* wrong);
   Status counts(Counts* out);
-  Status launches(std::uint64_t bytes, int count, Row* row);
+  Status launches(const IterationPlan& plan, Row* row);
 
   const Setting& setting_;
   const Options& options_;
   RankSet* set_;
   std::string impl_;
+  Shape shape_;               // being measured
   std::uint64_t number_ = 0;  // of the last prepared transfer
 };
 
-Status NcclMeasurement::transfer(std::uint64_t bytes, int count, const std::string& what,
-                                 std::vector<double>* byRankNs, double* slowestNs) {
-  setting_.progress(fmt::format("{}: {} bytes, {}", impl_, bytes, what));
+Status NcclMeasurement::ask(const char* what, const std::string& doing, Json more,
+                            std::vector<Json>* answers) {
+  Json command = shapeCommand(what, shape_);
+  command.update(more);
+  return set_->askAll(fmt::format("{}: {}", shapeText(shape_), doing), command, answers);
+}
+
+Status NcclMeasurement::transfer(int count, const std::string& doing, std::vector<double>* byRankNs,
+                                 double* slowestNs) {
+  setting_.progress(fmt::format("{}: {}, {}", impl_, shapeText(shape_), doing));
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set_->askAll(
-      stage(bytes, what), {{"do", "transfer"}, {"bytes", bytes}, {"count", count}}, &answers));
+  HOCCL_RETURN_IF_ERROR(ask("transfer", doing, {{"count", count}}, &answers));
   *slowestNs = 0;
-  for (std::size_t i = 0; i < answers.size(); ++i) {
-    const double ns = answers[i].at("ns").get<double>() / count;
+  for (const Json& answer : answers) {
+    const double ns = answer.at("ns").get<double>() / count;
     if (byRankNs) byRankNs->push_back(ns);
     *slowestNs = std::max(*slowestNs, ns);
   }
   return {};
 }
 
-Status NcclMeasurement::prepare(std::uint64_t bytes) {
+Status NcclMeasurement::prepare() {
   std::vector<Json> answers;
-  return set_->askAll(stage(bytes, "filling the buffers"),
-                      {{"do", "prepare"}, {"bytes", bytes}, {"number", ++number_}}, &answers);
+  return ask("prepare", "filling the buffers", {{"number", ++number_}}, &answers);
 }
 
-Status NcclMeasurement::verify(std::uint64_t bytes, std::uint64_t* wrong) {
+Status NcclMeasurement::verify(std::uint64_t* wrong) {
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set_->askAll(stage(bytes, "comparing the received bytes"),
-                                     {{"do", "verify"}, {"bytes", bytes}, {"number", number_}},
-                                     &answers));
+  HOCCL_RETURN_IF_ERROR(
+      ask("verify", "comparing the received bytes", {{"number", number_}}, &answers));
   for (const Json& answer : answers) *wrong += answer.at("wrong").get<std::uint64_t>();
   return {};
 }
 
-Status NcclMeasurement::checkedTransfers(std::uint64_t bytes, std::uint64_t* wrong,
-                                         double* iterationNs) {
+Status NcclMeasurement::checkedTransfers(std::uint64_t* wrong, double* iterationNs) {
   for (int i = 0; i < options_.check; ++i) {
-    HOCCL_RETURN_IF_ERROR(prepare(bytes));
+    HOCCL_RETURN_IF_ERROR(prepare());
     HOCCL_RETURN_IF_ERROR(
-        transfer(bytes, 1, fmt::format("checked transfer {}", i + 1), nullptr, iterationNs));
-    HOCCL_RETURN_IF_ERROR(verify(bytes, wrong));
+        transfer(1, fmt::format("checked transfer {}", i + 1), nullptr, iterationNs));
+    HOCCL_RETURN_IF_ERROR(verify(wrong));
   }
   return {};
 }
@@ -130,12 +154,11 @@ Status NcclMeasurement::counts(Counts* out) {
   return {};
 }
 
-Status NcclMeasurement::launches(std::uint64_t bytes, int count, Row* row) {
-  setting_.progress(fmt::format("{}: {} bytes, launch cost", impl_, bytes));
+Status NcclMeasurement::launches(const IterationPlan& plan, Row* row) {
+  setting_.progress(fmt::format("{}: {}, launch cost", impl_, shapeText(shape_)));
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set_->askAll(stage(bytes, "launch cost"),
-                                     {{"do", "launch"}, {"bytes", bytes}, {"count", count}},
-                                     &answers));
+  HOCCL_RETURN_IF_ERROR(ask("launch", "launch cost", {{"burst", plan.burst}, {"count", plan.bursts}},
+                             &answers));
   for (const Json& answer : answers) {
     const auto samples = answer.at("launchNs").get<std::vector<double>>();
     row->launchUs = std::max(row->launchUs.value_or(0), median(samples) / 1e3);
@@ -146,61 +169,69 @@ Status NcclMeasurement::launches(std::uint64_t bytes, int count, Row* row) {
   return {};
 }
 
-std::string pathName(const std::string& impl, const Counts& before, const Counts& after) {
-  if (!after.steeringKnown) return impl == "nccl" ? "nccl" : "";
-  const bool staged = after.staged > before.staged, nccl = after.nccl > before.nccl;
-  return staged && nccl ? "mixed" : staged ? "staged" : nccl ? "nccl" : "";
+/// The path of the operations between two readings of the counters. Steering does not count what it
+/// has no hand in: where nothing at all was counted, everything went to NCCL.
+std::string pathName(const std::string& impl, const Counts& from, const Counts& to) {
+  if (!to.steeringKnown) return impl == "nccl" ? "nccl" : "";
+  const bool staged = to.staged > from.staged, nccl = to.nccl > from.nccl;
+  return staged && nccl ? "mixed" : staged ? "staged" : "nccl";
 }
 
-Row newRow(const Setting& setting, const std::string& impl, std::uint64_t bytes) {
+Row newRow(const Setting& setting, const std::string& impl, const Shape& shape) {
+  const Options& options = setting.options;
+  const OperationFacts& facts = factsOf(options.operation);
   Row row;
   row.impl = impl;
+  row.op = facts.name;
   row.device = setting.device.name;
   row.emulated = setting.device.emulated;
-  row.ranks = impl == "bare" ? 2 : setting.options.ranks;
-  row.bytes = bytes;
-  row.count = bytes / setting.options.dataType.bytes;
-  row.dtype = setting.options.dataType.name;
+  row.ranks = options.ranks;
+  row.bytes = shape.bytes;
+  row.count = shape.bytes / options.dataType.bytes;
+  if (facts.blocks) row.count /= static_cast<unsigned>(options.ranks);
+  row.inPlace = shape.inPlace;
+  row.dtype = options.dataType.name;
+  row.busFactor = busFactor(options.operation, options.ranks);
   return row;
 }
 
-Status NcclMeasurement::size(std::uint64_t bytes, SetResult* result) {
-  Row row = newRow(setting_, impl_, bytes);
+Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
+  shape_ = shape;
+  Row row = newRow(setting_, impl_, shape);
   std::uint64_t wrong = 0;
   double iterationNs = 0;
   Counts before, timedFrom, timedTo, after;
   HOCCL_RETURN_IF_ERROR(counts(&before));
   if (options_.warmup > 0)
-    HOCCL_RETURN_IF_ERROR(transfer(bytes, options_.warmup, "warm-up", nullptr, &iterationNs));
-  HOCCL_RETURN_IF_ERROR(checkedTransfers(bytes, &wrong, &iterationNs));
-  if (iterationNs == 0)
-    HOCCL_RETURN_IF_ERROR(transfer(bytes, 1, "first transfer", nullptr, &iterationNs));
+    HOCCL_RETURN_IF_ERROR(transfer(options_.warmup, "warm-up", nullptr, &iterationNs));
+  HOCCL_RETURN_IF_ERROR(checkedTransfers(&wrong, &iterationNs));
+  if (iterationNs == 0) HOCCL_RETURN_IF_ERROR(transfer(1, "first transfer", nullptr, &iterationNs));
 
   const IterationPlan plan = planIterations(options_, iterationNs, setting_.budgetNs);
   // The timed transfers are checked as well: fresh bytes before the first, a look after the last.
-  if (options_.check > 0) HOCCL_RETURN_IF_ERROR(prepare(bytes));
+  if (options_.check > 0) HOCCL_RETURN_IF_ERROR(prepare());
   HOCCL_RETURN_IF_ERROR(counts(&timedFrom));
   std::vector<std::vector<double>> times(static_cast<std::size_t>(set_->size()));
   TimeWindow window{monotonicNs(), 0};
   for (int batch = 0; batch < plan.batches; ++batch) {
     std::vector<double> byRank;
     double slowest = 0;
-    HOCCL_RETURN_IF_ERROR(transfer(bytes, plan.iters,
+    HOCCL_RETURN_IF_ERROR(transfer(plan.iters,
                                    fmt::format("timed batch {} of {}", batch + 1, plan.batches),
                                    &byRank, &slowest));
     for (std::size_t i = 0; i < byRank.size(); ++i) times[i].push_back(byRank[i]);
   }
   window.endNs = monotonicNs();
   HOCCL_RETURN_IF_ERROR(counts(&timedTo));
-  if (options_.check > 0) HOCCL_RETURN_IF_ERROR(verify(bytes, &wrong));
-  HOCCL_RETURN_IF_ERROR(launches(bytes, plan.launches, &row));
+  if (options_.check > 0) HOCCL_RETURN_IF_ERROR(verify(&wrong));
+  HOCCL_RETURN_IF_ERROR(launches(plan, &row));
   HOCCL_RETURN_IF_ERROR(counts(&after));
 
   row.iters = plan.iters * plan.batches;
   // On the emulated driver real time is model time times the dilation.
   row.timeUs = medianOfSlowest(times) / 1e3 / setting_.device.dilation;
   if (options_.check > 0) row.errors = wrong;
-  row.path = pathName(impl_, before, after);
+  row.path = pathName(impl_, timedFrom, timedTo);
   if (timedTo.emulatorKnown) {
     row.kernels = timedTo.kernels - timedFrom.kernels;
     const double timedNs = double(window.endNs - window.beginNs) / setting_.device.dilation;
@@ -239,25 +270,17 @@ Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetR
     setting.progress("starting ranks");
     std::vector<Json> commands, answers;
     for (int rank = 0; rank < set->size(); ++rank) {
-      const Peers peers = peersOf(options.pattern, rank, options.ranks);
-      commands.push_back({{"do", "open"},
-                          {"kind", "nccl"},
-                          {"gpu", rank},
-                          {"rank", rank},
-                          {"ranks", options.ranks},
-                          {"sendTo", peers.sendTo},
-                          {"receiveFrom", peers.receiveFrom},
-                          {"dataType", options.dataType.nccl},
-                          {"elementBytes", options.dataType.bytes},
-                          {"maxBytes", options.sizes.back()},
-                          {"offset", options.offset},
-                          {"timeoutMs", options.timeoutMs},
-                          {"wantSteering", wantSteering},
-                          {"ncclLibrary", setting.ncclLibrary}});
+      commands.push_back(openCommand(setting, "nccl", rank));
+      commands.back().update({{"dataType", options.dataType.nccl},
+                              {"grouped", options.grouped},
+                              {"offset", options.offset},
+                              {"wantSteering", wantSteering},
+                              {"ncclLibrary", setting.ncclLibrary}});
     }
     HOCCL_RETURN_IF_ERROR(set->ask("opening the GPU", commands, &answers));
     result->ncclVersion = answers.front().at("nccl");
     result->ncclFile = answers.front().at("library");
+    result->ownFunction = answers.front().at("ownFunction");
     commands.assign(commands.size(), nullptr);
     commands.front() = {{"do", "uniqueId"}};
     HOCCL_RETURN_IF_ERROR(set->ask("making the unique id", commands, &answers));
@@ -270,8 +293,8 @@ Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& i
                       const std::function<void(const Row&)>& rowDone, SetResult* result) {
   return guarded([&]() -> Status {
     NcclMeasurement measurement(setting, set, impl);
-    for (const std::uint64_t bytes : setting.options.sizes) {
-      HOCCL_RETURN_IF_ERROR(measurement.size(bytes, result));
+    for (const Shape& shape : shapesOf(setting.options)) {
+      HOCCL_RETURN_IF_ERROR(measurement.shape(shape, result));
       rowDone(result->rows.back());
     }
     return set->finish();
@@ -280,9 +303,9 @@ Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& i
 
 Status tryNcclSet(const Setting& setting, RankSet* set) {
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set->askAll(
-      "trying one transfer",
-      {{"do", "transfer"}, {"bytes", setting.options.sizes.front()}, {"count", 1}}, &answers));
+  Json command = shapeCommand("transfer", {setting.options.sizes.front(), false});
+  command["count"] = 1;
+  HOCCL_RETURN_IF_ERROR(set->askAll("trying one transfer", command, &answers));
   return set->finish();
 }
 
@@ -293,19 +316,17 @@ Status measureBareSet(const Setting& setting, RankSet* set,
   return guarded([&]() -> Status {
     std::vector<Json> commands, answers;
     for (int rank = 0; rank < set->size(); ++rank)
-      commands.push_back({{"do", "open"},
-                          {"kind", "bare"},
-                          {"gpu", rank},
-                          {"rank", rank},
-                          {"maxBytes", options.sizes.back()},
-                          {"timeoutMs", options.timeoutMs}});
+      commands.push_back(openCommand(setting, "bare", rank));
     HOCCL_RETURN_IF_ERROR(set->ask("opening the GPU", commands, &answers));
-    for (const std::uint64_t bytes : options.sizes) {
-      setting.progress(fmt::format("bare copies: {} bytes", bytes));
+    const auto ranks = static_cast<std::size_t>(set->size());
+    for (const Shape& shape : shapesOf(options)) {
+      setting.progress("bare copies: " + shapeText(shape));
       auto copies = [&](int count, bool steady) {
+        Json command = shapeCommand("copies", shape);
+        command.update({{"count", count}, {"steady", steady}});
         return set->askAll(
-            fmt::format("{} bytes: {} copies", bytes, steady ? "steady" : "single"),
-            {{"do", "copies"}, {"bytes", bytes}, {"count", count}, {"steady", steady}}, &answers);
+            fmt::format("{}: {} copies", shapeText(shape), steady ? "steady" : "single"), command,
+            &answers);
       };
       HOCCL_RETURN_IF_ERROR(copies(std::max(options.warmup, 1), true));
       double estimate = 0;
@@ -313,15 +334,15 @@ Status measureBareSet(const Setting& setting, RankSet* set,
         estimate = std::max(estimate, answer.at("ns").get<double>() / std::max(options.warmup, 1));
       const IterationPlan plan = planIterations(options, estimate, setting.budgetNs);
 
-      std::vector<std::vector<double>> steady(2), single(2);
+      std::vector<std::vector<double>> steady(ranks), single(ranks);
       TimeWindow window{monotonicNs(), 0};
       for (int batch = 0; batch < plan.batches; ++batch) {
         HOCCL_RETURN_IF_ERROR(copies(plan.iters, true));
-        for (std::size_t half = 0; half < 2; ++half)
-          steady[half].push_back(answers[half].at("ns").get<double>() / plan.iters);
+        for (std::size_t i = 0; i < ranks; ++i)
+          steady[i].push_back(answers[i].at("ns").get<double>() / plan.iters);
       }
       window.endNs = monotonicNs();
-      Row row = newRow(setting, "bare", bytes);
+      Row row = newRow(setting, "bare", shape);
       row.path = "steady";
       row.iters = plan.iters * plan.batches;
       row.timeUs = medianOfSlowest(steady) / 1e3 / setting.device.dilation;
@@ -330,12 +351,12 @@ Status measureBareSet(const Setting& setting, RankSet* set,
       rowDone(row);
 
       window.beginNs = monotonicNs();
-      HOCCL_RETURN_IF_ERROR(copies(plan.launches, false));
+      HOCCL_RETURN_IF_ERROR(copies(plan.singles, false));
       window.endNs = monotonicNs();
-      for (std::size_t half = 0; half < 2; ++half)
-        single[half] = answers[half].at("singleNs").get<std::vector<double>>();
+      for (std::size_t i = 0; i < ranks; ++i)
+        single[i] = answers[i].at("singleNs").get<std::vector<double>>();
       row.path = "single";
-      row.iters = plan.launches;
+      row.iters = plan.singles;
       row.timeUs = medianOfSlowest(single) / 1e3 / setting.device.dilation;
       result->rows.push_back(row);
       result->windows.push_back(window);

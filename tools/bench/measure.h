@@ -35,6 +35,7 @@ struct SetResult {
   std::string reasons;  ///< why operations stayed with NCCL, as the steering library says
   int ncclVersion = 0;
   std::string ncclFile;
+  bool ownFunction = false;  ///< NCCL's own function for the operation was called
   /// Share of the timed model time by which the CPU outlasted the emulated copies, worst size.
   double worstLateShare = 0;
 };
@@ -42,14 +43,14 @@ struct SetResult {
 /// Opens the ranks of an NCCL set and connects them; `wantSteering` makes a rank whose ncclSend is
 /// not the steering library's an error.
 Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetResult* result);
-/// Measures every size; `rowDone` is called with each finished row.
+/// Measures every size, out of place and in place; `rowDone` is called with each finished row.
 Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& impl,
                       const std::function<void(const Row&)>& rowDone, SetResult* result);
 /// One small transfer, without figures: for looking at what NCCL says it uses.
 Status tryNcclSet(const Setting& setting, RankSet* set);
 
-/// Opens and measures a set of two bare copies: for each size a row of path "steady" and one of
-/// path "single".
+/// Opens and measures the operation's bare copies: for each size and place a row of path "steady"
+/// and one of path "single".
 Status measureBareSet(const Setting& setting, RankSet* set,
                       const std::function<void(const Row&)>& rowDone, SetResult* result);
 

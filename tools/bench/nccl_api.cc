@@ -53,6 +53,13 @@ Status NcclApi::load(const std::string& configuredLibrary, NcclApi* out) {
   if (!api.name) return Status::error(Code::Unsupported, "the NCCL that was loaded lacks " #name);
   HOCCL_BENCH_NCCL_FUNCTIONS(X)
 #undef X
+  // A preloaded library may have a function that the NCCL behind it lacks: both must have it.
+  const auto newer = [&](const char* name) {
+    return ::dlsym(handle, name) ? ::dlsym(RTLD_DEFAULT, name) : nullptr;
+  };
+  api.alltoAll = reinterpret_cast<Blocks>(newer("ncclAlltoAll"));
+  api.gather = reinterpret_cast<RootedBlocks>(newer("ncclGather"));
+  api.scatter = reinterpret_cast<RootedBlocks>(newer("ncclScatter"));
   api.library = fileOf(::dlsym(handle, "ncclSend"));
   api.sendFrom = fileOf(reinterpret_cast<void*>(api.ncclSend));
   *out = std::move(api);

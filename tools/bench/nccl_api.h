@@ -2,6 +2,7 @@
 
 #include <nccl.h>
 
+#include <cstddef>
 #include <string>
 
 #include "common/base/status.h"
@@ -19,6 +20,8 @@ namespace hoccl::bench {
   X(ncclGetLastError)                 \
   X(ncclSend)                         \
   X(ncclRecv)                         \
+  X(ncclAllGather)                    \
+  X(ncclBroadcast)                    \
   X(ncclGroupStart)                   \
   X(ncclGroupEnd)
 
@@ -28,6 +31,15 @@ struct NcclApi {
 #define X(name) decltype(&::name) name = nullptr;
   HOCCL_BENCH_NCCL_FUNCTIONS(X)
 #undef X
+  /// Only in NCCL 2.28.3 and later; null before. The types are ours, since older headers lack them.
+  using Blocks = ncclResult_t (*)(const void* in, void* out, std::size_t count, ncclDataType_t type,
+                                  ncclComm_t communicator, cudaStream_t stream);
+  using RootedBlocks = ncclResult_t (*)(const void* in, void* out, std::size_t count,
+                                        ncclDataType_t type, int root, ncclComm_t communicator,
+                                        cudaStream_t stream);
+  Blocks alltoAll = nullptr;
+  RootedBlocks gather = nullptr, scatter = nullptr;
+
   std::string library;   ///< file the real NCCL was loaded from
   std::string sendFrom;  ///< file whose ncclSend an application gets
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::size_t kMaxSizes = 1000;
 constexpr std::uint64_t kMaxBytes = 1ull << 40;
+constexpr int kMaxRanks = 64, kMaxEmulatedRanks = 8;
 
 struct DataTypeAlias {
   const char* alias;
@@ -78,8 +79,16 @@ Status completeSizes(const CommandLine& line, bool emulated, Options* options) {
   }
   std::vector<std::uint64_t> raw;
   if (!(status = sweepSizes(first, last, factor, step, &raw))) return status;
+  const OperationFacts& facts = factsOf(options->operation);
+  const std::uint64_t blocks = facts.blocks ? static_cast<std::uint64_t>(options->ranks) : 1;
   for (std::uint64_t bytes : raw) {
-    bytes -= bytes % options->dataType.bytes;
+    bytes -= bytes % (options->dataType.bytes * blocks);
+    if (bytes == 0 && blocks > 1)
+      return bad(
+          fmt::format("--minbytes {} is less than {} blocks of one {} element ({} bytes), "
+                      "one for each rank: {} cuts its size into them",
+                      line.minBytes.empty() ? formatBytes(first) : line.minBytes, blocks,
+                      options->dataType.name, options->dataType.bytes, facts.name));
     if (bytes == 0)
       return bad(fmt::format("--minbytes {} is less than one {} element ({} bytes)",
                              line.minBytes.empty() ? formatBytes(first) : line.minBytes,
@@ -156,16 +165,21 @@ Status sweepSizes(std::uint64_t first, std::uint64_t last, std::uint64_t factor,
 
 Status completeOptions(const CommandLine& line, bool emulated, Options* out) {
   Options options;
+  options.operation = line.operation;
   Status status = dataTypeByName(line.dataType, &options.dataType);
   if (!status) return status;
 
   long long iters = 0, batches = 0, warmup = options.warmup, check = options.check,
-            ranks = options.ranks, offset = 0, timeout = 60;
+            ranks = options.ranks, offset = 0, timeout = 60, root = 0, skew = options.skew;
+  const int maxRanks = emulated ? kMaxEmulatedRanks : kMaxRanks;
   if (!(status = parseRange("--iters", line.iters, 1, 1000000, &iters))) return status;
   if (!(status = parseRange("--batches", line.batches, 1, 10000, &batches))) return status;
   if (!(status = parseRange("--warmup_iters", line.warmup, 0, 1000000, &warmup))) return status;
   if (!(status = parseRange("--check", line.check, 0, 1000, &check))) return status;
-  if (!(status = parseRange("--ranks", line.ranks, 2, 64, &ranks))) return status;
+  if (!(status = parseRange("--ranks", line.ranks, 2, maxRanks, &ranks)))
+    return emulated ? status.inContext("on the emulated driver") : status;
+  if (!(status = parseRange("--root", line.root, 0, ranks - 1, &root))) return status;
+  if (!(status = parseRange("--skew", line.skew, 1, 1000, &skew))) return status;
   if (!(status = parseRange("--offset", line.offset, 0, 1 << 30, &offset))) return status;
   if (!(status = parseRange("--timeout", line.timeoutSeconds, 1, 86400, &timeout))) return status;
   if (line.iters) options.iters = static_cast<int>(iters);
@@ -173,13 +187,17 @@ Status completeOptions(const CommandLine& line, bool emulated, Options* out) {
   options.warmup = static_cast<int>(warmup);
   options.check = static_cast<int>(check);
   options.ranks = static_cast<int>(ranks);
+  options.root = static_cast<int>(root);
+  options.skew = static_cast<int>(skew);
+  options.grouped = line.grouped;
   options.offset = static_cast<std::uint64_t>(offset);
   options.timeoutMs = static_cast<std::uint64_t>(timeout) * 1000;
   options.jsonFile = line.jsonFile;
   options.sameNode = line.sameNode;
 
   if (!(status = completeSizes(line, emulated, &options))) return status;
-  if (!(status = completePattern(line, &options))) return status;
+  if (options.operation == Operation::SendRecv && !(status = completePattern(line, &options)))
+    return status;
 
   if (line.impl != "hoccl" && line.impl != "nccl" && line.impl != "bare")
     return bad(fmt::format("--impl {}: allowed are hoccl, nccl, bare", line.impl));
@@ -210,7 +228,9 @@ IterationPlan planIterations(const Options& options, double iterationNs, double 
   const double timed = budgetNs * 0.7 / each;
   plan.batches = options.batches.value_or(within(timed / 2, 3, 5));
   plan.iters = options.iters.value_or(within(timed / plan.batches, 2, 20));
-  plan.launches = within(budgetNs * 0.1 / each, 10, 200);
+  plan.singles = within(budgetNs * 0.1 / each, 10, 200);
+  plan.burst = within(budgetNs * 0.7 / each / 3, 4, 20);
+  plan.bursts = within(budgetNs * 0.1 / each / plan.burst, 3, 50);
   return plan;
 }
 

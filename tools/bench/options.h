@@ -6,10 +6,11 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "tools/bench/operations.h"
 
 namespace hoccl::bench {
 
-/// Who sends to whom in one iteration.
+/// Who sends to whom in one iteration of sendrecv.
 enum class Pattern {
   Oneway,  ///< rank 0 sends, rank 1 receives
   Ring,    ///< every rank sends to the next and receives from the one before, in one group
@@ -27,22 +28,29 @@ Status dataTypeByName(const std::string& name, DataType* out);
 
 /// What the command line said, not yet completed or checked; empty where it said nothing.
 struct CommandLine {
+  Operation operation = Operation::SendRecv;
   std::string minBytes, maxBytes, stepFactor, stepBytes;
-  std::optional<long long> iters, batches, warmup, check, ranks, offset, timeoutSeconds;
+  std::optional<long long> iters, batches, warmup, check, ranks, offset, timeoutSeconds, root, skew;
   std::string dataType = "uint8", pattern, impl = "hoccl", jsonFile;
   std::vector<std::string> compare;
-  bool sameNode = false;
+  bool sameNode = false, grouped = false;
 };
 
 /// A complete, consistent run.
 struct Options {
-  std::vector<std::uint64_t> sizes;  ///< bytes, rounded down to whole elements, ascending
-  std::optional<int> iters;          ///< per batch; chosen by time where empty
+  Operation operation = Operation::SendRecv;
+  /// Bytes, rounded down to whole elements (of every block, where the operation has blocks),
+  /// ascending.
+  std::vector<std::uint64_t> sizes;
+  std::optional<int> iters;  ///< per batch; chosen by time where empty
   std::optional<int> batches;
   int warmup = 5;
   int check = 1;  ///< checked transfers per size; 0 switches checking off
   int ranks = 2;
-  Pattern pattern = Pattern::Oneway;
+  Pattern pattern = Pattern::Oneway;  ///< sendrecv's
+  int root = 0;
+  int skew = 2;          ///< alltoallv's: largest block / smallest block
+  bool grouped = false;  ///< grouped send/recv even where NCCL has a function
   DataType dataType{"uint8", 1, 1};
   std::uint64_t offset = 0;
   std::uint64_t timeoutMs = 60000;
@@ -61,11 +69,13 @@ Status sweepSizes(std::uint64_t first, std::uint64_t last, std::uint64_t factor,
 
 /// How often a size is run.
 struct IterationPlan {
-  int iters = 0, batches = 0, launches = 0;
+  int iters = 0, batches = 0;
+  int burst = 0, bursts = 0;  ///< launch cost: iterations back to back, and how often
+  int singles = 0;            ///< bare copies, one at a time
 };
 /// What the user did not fix is chosen so that a size takes about `budgetNs`, given what one
-/// iteration of the warm-up took, within 2 to 20 iterations, 3 to 5 batches and 10 to 200 launch
-/// samples.
+/// iteration of the warm-up took, within 2 to 20 iterations, 3 to 5 batches, and 3 to 50 bursts of 4 to
+/// 20 (as many as nccl-tests has in a batch) for the launch cost.
 IterationPlan planIterations(const Options& options, double iterationNs, double budgetNs);
 
 }  // namespace hoccl::bench

@@ -20,8 +20,9 @@ std::uint64_t wordAt(std::uint64_t seed, std::uint64_t word) {
 
 }  // namespace
 
-BytePattern BytePattern::of(int rank, std::uint64_t transfer) {
-  return {wordAt(static_cast<std::uint64_t>(rank) + 1, transfer + 1)};
+BytePattern BytePattern::of(int rank, int part, std::uint64_t number) {
+  const std::uint64_t block = static_cast<std::uint64_t>(part) + 2;
+  return {wordAt(wordAt(static_cast<std::uint64_t>(rank) + 1, block), number + 1)};
 }
 
 std::uint8_t BytePattern::at(std::uint64_t position) const {

@@ -10,8 +10,8 @@ namespace hoccl::bench {
 struct BytePattern {
   std::uint64_t seed = 0;
 
-  /// For what `rank` sends in transfer number `transfer` of a run.
-  static BytePattern of(int rank, std::uint64_t transfer);
+  /// For block `part` of what `rank` sends in operation number `number` of a run.
+  static BytePattern of(int rank, int part, std::uint64_t number);
 
   [[nodiscard]] std::uint8_t at(std::uint64_t position) const;
   /// Writes positions [first, first + bytes) to `out`; inverted gives the poison, which differs

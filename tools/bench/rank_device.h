@@ -41,9 +41,9 @@ class RankDevice {
   [[nodiscard]] const DeviceInfo& info() const { return info_; }
   [[nodiscard]] CUstream stream() const { return stream_; }
 
-  /// Waits until the stream is empty: polls, so that it can ask `failed` (may be empty) about once
+  /// Waits until `stream` is empty: polls, so that it can ask `failed` (may be empty) about once
   /// a millisecond whether waiting still makes sense. Error: what that said, or Code::Timeout.
-  Status drain(std::uint64_t timeoutMs, const std::function<Status()>& failed);
+  Status drain(CUstream stream, std::uint64_t timeoutMs, const std::function<Status()>& failed);
   /// Writes the pattern (inverted: the poison) to device memory; returns when it is there.
   Status upload(CUdeviceptr to, std::uint64_t bytes, const BytePattern& pattern, bool inverted);
   /// Counts bytes of device memory that differ from the pattern.

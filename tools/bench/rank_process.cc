@@ -27,6 +27,18 @@ Json deviceJson(const DeviceInfo& info) {
           {"cuda", info.cudaVersion}, {"emulated", info.emulated}, {"dilation", info.dilation}};
 }
 
+Shape shapeOf(const Json& command) { return {command.at("bytes"), command.at("inPlace")}; }
+
+Status operationOf(const Json& command, OperationPlan* out) {
+  HOCCL_RETURN_IF_ERROR(operationByName(command.at("op"), &out->operation));
+  out->ranks = command.at("ranks");
+  out->root = command.at("root");
+  out->pattern = static_cast<Pattern>(command.at("pattern").get<int>());
+  out->skew = command.at("skew");
+  out->elementBytes = command.at("elementBytes");
+  return {};
+}
+
 /// One rank's state between commands.
 class RankProcess {
  public:
@@ -41,17 +53,17 @@ class RankProcess {
     }
     if (copies_) {
       if (what == "copies")
-        return copies_->run(command.at("bytes"), command.at("count"), command.at("steady"), answer);
+        return copies_->run(shapeOf(command), command.at("count"), command.at("steady"), answer);
     } else if (transfers_) {
       if (what == "uniqueId") return transfers_->uniqueId(answer);
       if (what == "connect") return transfers_->connect(command.at("id"));
-      if (what == "prepare") return transfers_->prepare(command.at("bytes"), command.at("number"));
+      if (what == "prepare") return transfers_->prepare(shapeOf(command), command.at("number"));
       if (what == "transfer")
-        return transfers_->transfer(command.at("bytes"), command.at("count"), answer);
+        return transfers_->transfer(shapeOf(command), command.at("count"), answer);
       if (what == "verify")
-        return transfers_->verify(command.at("bytes"), command.at("number"), answer);
+        return transfers_->verify(shapeOf(command), command.at("number"), answer);
       if (what == "launch")
-        return transfers_->launch(command.at("bytes"), command.at("count"), answer);
+        return transfers_->launch(shapeOf(command), command.at("burst"), command.at("count"), answer);
       if (what == "counts") return transfers_->counts(answer);
     }
     return Status::error(Code::Internal, fmt::format("a rank was asked to '{}'", what));
@@ -77,19 +89,19 @@ class RankProcess {
     if (kind == "probe") return {};
     HOCCL_RETURN_IF_ERROR(SharedMemory::map(UniqueFd(kRankPageFd), kStartPageBytes, &page_));
     auto* start = static_cast<StartPage*>(page_.data());
+    OperationPlan operation;
+    HOCCL_RETURN_IF_ERROR(operationOf(command, &operation));
     if (kind == "bare") {
-      copies_ = std::make_unique<BareCopies>(&device_, start, command.at("rank"),
+      copies_ = std::make_unique<BareCopies>(&device_, start, operation, command.at("rank"),
                                              command.at("timeoutMs"));
       stage("allocating the copies' buffers");
       return copies_->allocate(command.at("maxBytes"));
     }
     RankPlan plan;
     plan.rank = command.at("rank");
-    plan.ranks = command.at("ranks");
-    plan.sendTo = command.at("sendTo");
-    plan.receiveFrom = command.at("receiveFrom");
+    plan.operation = operation;
+    plan.grouped = command.at("grouped");
     plan.dataType = command.at("dataType");
-    plan.elementBytes = command.at("elementBytes");
     plan.maxBytes = command.at("maxBytes");
     plan.offset = command.at("offset");
     plan.timeoutMs = command.at("timeoutMs");

@@ -2,22 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <array>
-#include <cstdio>
-#include <cstring>
+#include <algorithm>
 #include <vector>
 
 #include "common/base/time.h"
 
 namespace hoccl::bench {
-namespace {
-
-// Past the end of the receive buffer; poisoned like it and looked at for overruns.
-constexpr std::uint64_t kGuardBytes = 4096;
-// Transfers enqueued back to back for one sample of the launch cost after idling.
-constexpr int kLaunchBurst = 4;
-
-}  // namespace
 
 #define HOCCL_BENCH_NCCL(call)                                                     \
   do {                                                                             \
@@ -36,6 +26,12 @@ Status RankTransfers::open(nlohmann::json* answer) {
   HOCCL_BENCH_NCCL(ncclGetVersion(&version));
   (*answer)["nccl"] = version;
   (*answer)["library"] = nccl_.library;
+  issuer_.nccl = &nccl_;
+  issuer_.stream = device_->stream();
+  issuer_.type = static_cast<ncclDataType_t>(plan_.dataType);
+  issuer_.plan = plan_.operation;
+  issuer_.grouped = plan_.grouped;
+  (*answer)["ownFunction"] = issuer_.ownFunction();
   return {};
 }
 
@@ -55,50 +51,35 @@ Status RankTransfers::connect(const std::string& text) {
     return Status::error(Code::Internal, "a unique id of the wrong length");
   for (std::size_t i = 0; i < sizeof id.internal; ++i)
     id.internal[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  HOCCL_BENCH_NCCL(ncclCommInitRank(&communicator_, plan_.ranks, id, plan_.rank));
-  const std::uint64_t bytes = plan_.maxBytes + plan_.offset;
-  if (plan_.sendTo >= 0) HOCCL_RETURN_IF_ERROR(send_.allocate(device_->driver(), bytes));
-  if (plan_.receiveFrom >= 0)
-    HOCCL_RETURN_IF_ERROR(receive_.allocate(device_->driver(), bytes + kGuardBytes));
-  return {};
+  HOCCL_BENCH_NCCL(ncclCommInitRank(&communicator_, plan_.operation.ranks, id, plan_.rank));
+  issuer_.communicator = communicator_;
+  std::uint64_t sendBytes = 0, receiveBytes = 0;
+  const bool hasInPlace = factsOf(plan_.operation.operation).inPlace;
+  for (const bool inPlace : {false, true}) {
+    if (inPlace && !hasInPlace) continue;
+    const RankLayout largest = layout({plan_.maxBytes, inPlace});
+    sendBytes = std::max(sendBytes, largest.sendBytes);
+    receiveBytes = std::max(receiveBytes, largest.receiveBytes);
+  }
+  return buffers_.allocate(sendBytes, receiveBytes, plan_.offset);
 }
 
-BytePattern RankTransfers::sent(std::uint64_t number) const {
-  return BytePattern::of(plan_.rank, number);
+RankLayout RankTransfers::layout(const Shape& shape) const {
+  return layoutOf(plan_.operation, plan_.rank, shape);
 }
 
-BytePattern RankTransfers::expected(std::uint64_t number) const {
-  return BytePattern::of(plan_.receiveFrom, number);
+Status RankTransfers::prepare(const Shape& shape, std::uint64_t number) {
+  return buffers_.prepare(layout(shape), number);
 }
 
-Status RankTransfers::prepare(std::uint64_t bytes, std::uint64_t number) {
-  if (plan_.sendTo >= 0)
-    HOCCL_RETURN_IF_ERROR(device_->upload(send_.at(plan_.offset), bytes, sent(number), false));
-  if (plan_.receiveFrom >= 0)
-    HOCCL_RETURN_IF_ERROR(
-        device_->upload(receive_.at(plan_.offset), bytes + kGuardBytes, expected(number), true));
-  return {};
-}
-
-Status RankTransfers::issue(std::uint64_t bytes) {
-  const std::size_t count = bytes / plan_.elementBytes;
-  const auto type = static_cast<ncclDataType_t>(plan_.dataType);
-  const auto stream = device_->stream();
-  const void* from = reinterpret_cast<const void*>(send_.at(plan_.offset));
-  void* to = reinterpret_cast<void*>(receive_.at(plan_.offset));
-  const bool both = plan_.sendTo >= 0 && plan_.receiveFrom >= 0;
-  if (both) HOCCL_BENCH_NCCL(ncclGroupStart());
-  if (plan_.sendTo >= 0)
-    HOCCL_BENCH_NCCL(ncclSend(from, count, type, plan_.sendTo, communicator_, stream));
-  if (plan_.receiveFrom >= 0)
-    HOCCL_BENCH_NCCL(ncclRecv(to, count, type, plan_.receiveFrom, communicator_, stream));
-  if (both) HOCCL_BENCH_NCCL(ncclGroupEnd());
-  return {};
+Status RankTransfers::issue(const RankLayout& layout) {
+  return issuer_.issue(layout, buffers_.sendBase(layout), buffers_.receiveBase());
 }
 
 Status RankTransfers::drain() {
   // A little less than the bench waits, so that this rank's own account of the failure comes first.
-  return device_->drain(plan_.timeoutMs - plan_.timeoutMs / 10, [this]() -> Status {
+  const std::uint64_t bound = plan_.timeoutMs - plan_.timeoutMs / 10;
+  return device_->drain(device_->stream(), bound, [this]() -> Status {
     ncclResult_t state = ncclSuccess;
     HOCCL_BENCH_NCCL(ncclCommGetAsyncError(communicator_, &state));
     if (state == ncclSuccess || state == ncclInProgress) return {};
@@ -106,50 +87,33 @@ Status RankTransfers::drain() {
   });
 }
 
-Status RankTransfers::transfer(std::uint64_t bytes, int count, nlohmann::json* answer) {
-  HOCCL_RETURN_IF_ERROR(start_->meet(static_cast<unsigned>(plan_.ranks), plan_.timeoutMs));
+Status RankTransfers::transfer(const Shape& shape, int count, nlohmann::json* answer) {
+  const RankLayout layout = this->layout(shape);
+  HOCCL_RETURN_IF_ERROR(start_->meet(ranks(), plan_.timeoutMs));
   const std::uint64_t begin = monotonicNs();
-  for (int i = 0; i < count; ++i) HOCCL_RETURN_IF_ERROR(issue(bytes));
+  for (int i = 0; i < count; ++i) HOCCL_RETURN_IF_ERROR(issue(layout));
   HOCCL_RETURN_IF_ERROR(drain());
   (*answer)["ns"] = monotonicNs() - begin;
   return {};
 }
 
-Status RankTransfers::verify(std::uint64_t bytes, std::uint64_t number, nlohmann::json* answer) {
-  std::uint64_t wrong = 0, first = 0;
-  if (plan_.receiveFrom >= 0) {
-    const BytePattern right = expected(number);
-    HOCCL_RETURN_IF_ERROR(
-        device_->countWrong(receive_.at(plan_.offset), bytes, right, &wrong, &first));
-    std::array<std::uint8_t, kGuardBytes> guard;
-    const Driver* driver = device_->driver();
-    HOCCL_RETURN_IF_ERROR(HOCCL_CU(
-        driver, cuMemcpyDtoH(guard.data(), receive_.at(plan_.offset) + bytes, guard.size())));
-    for (std::uint64_t i = 0; i < kGuardBytes; ++i) {
-      if (guard[i] == static_cast<std::uint8_t>(~right.at(bytes + i))) continue;
-      if (wrong++ == 0) first = bytes + i;
-    }
-    if (wrong > 0)
-      std::fprintf(
-          stderr,
-          "hoccl bench: rank %d: %llu wrong bytes of %llu from rank %d, the first at %llu\n",
-          plan_.rank, static_cast<unsigned long long>(wrong),
-          static_cast<unsigned long long>(bytes), plan_.receiveFrom,
-          static_cast<unsigned long long>(first));
-  }
+Status RankTransfers::verify(const Shape& shape, std::uint64_t number, nlohmann::json* answer) {
+  std::uint64_t wrong = 0;
+  HOCCL_RETURN_IF_ERROR(buffers_.verify(layout(shape), number, &wrong));
   (*answer)["wrong"] = wrong;
   return {};
 }
 
-Status RankTransfers::launch(std::uint64_t bytes, int count, nlohmann::json* answer) {
-  HOCCL_RETURN_IF_ERROR(start_->meet(static_cast<unsigned>(plan_.ranks), plan_.timeoutMs));
+Status RankTransfers::launch(const Shape& shape, int burst, int count, nlohmann::json* answer) {
+  const RankLayout layout = this->layout(shape);
+  HOCCL_RETURN_IF_ERROR(start_->meet(ranks(), plan_.timeoutMs));
   std::vector<std::uint64_t> first, following;
   for (int i = 0; i < count; ++i) {
     // The first after a wait also pays for caches that have gone cold, and perhaps for waking the
     // mover; the ones behind it do not.
     std::uint64_t before = monotonicNs();
-    for (int k = 0; k < kLaunchBurst; ++k) {
-      HOCCL_RETURN_IF_ERROR(issue(bytes));
+    for (int k = 0; k < burst; ++k) {
+      HOCCL_RETURN_IF_ERROR(issue(layout));
       const std::uint64_t now = monotonicNs();
       (k == 0 ? first : following).push_back(now - before);
       before = now;
@@ -180,8 +144,7 @@ Status RankTransfers::counts(nlohmann::json* answer) {
 Status RankTransfers::close() {
   if (communicator_) HOCCL_BENCH_NCCL(ncclCommDestroy(communicator_));
   communicator_ = nullptr;
-  send_.release();
-  receive_.release();
+  buffers_.release();
   return {};
 }
 

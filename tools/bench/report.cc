@@ -27,8 +27,10 @@ std::string cell(const std::optional<std::uint64_t>& value) {
   return value ? std::to_string(*value) : "-";
 }
 
+const char* placeName(bool inPlace) { return inPlace ? "in" : "out"; }
+
 constexpr const char* kRowFormat =
-    "{:>12} {:>12} {:>9} {:>11} {:>8} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8}  {}\n";
+    "{:>12} {:>12} {:>9} {:>5} {:>11} {:>8} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8}  {}\n";
 
 }  // namespace
 
@@ -37,36 +39,42 @@ std::optional<double> Row::algbwGbs() const {
   return static_cast<double>(bytes) / *timeUs / 1e3;
 }
 
+std::optional<double> Row::busbwGbs() const {
+  const auto algbw = algbwGbs();
+  return algbw ? std::optional(*algbw * busFactor) : std::nullopt;
+}
+
 std::string tableHeading() {
-  return fmt::format(fmt::runtime(kRowFormat), "#      bytes", "count", "type", "time", "algbw",
-                     "busbw", "#wrong", "launch", "p99", "idle", "kernels", "path") +
-         fmt::format(fmt::runtime(kRowFormat), "#           ", "", "", "(us)", "(GB/s)", "(GB/s)",
-                     "", "(us)", "(us)", "(us)", "", "");
+  return fmt::format(fmt::runtime(kRowFormat), "#      bytes", "count", "type", "place", "time",
+                     "algbw", "busbw", "#wrong", "launch", "p99", "idle", "kernels", "path") +
+         fmt::format(fmt::runtime(kRowFormat), "#           ", "", "", "", "(us)", "(GB/s)",
+                     "(GB/s)", "", "(us)", "(us)", "(us)", "", "");
 }
 
 std::string tableRow(const Row& row) {
-  return fmt::format(fmt::runtime(kRowFormat), row.bytes, row.count, row.dtype, cell(row.timeUs, 2),
-                     cell(row.algbwGbs(), 2), cell(row.busbwGbs(), 2), cell(row.errors),
-                     cell(row.launchUs, 2), cell(row.launchP99Us, 2), cell(row.launchIdleUs, 2),
-                     cell(row.kernels), row.path.empty() ? "-" : row.path);
+  return fmt::format(fmt::runtime(kRowFormat), row.bytes, row.count, row.dtype,
+                     placeName(row.inPlace), cell(row.timeUs, 2), cell(row.algbwGbs(), 2),
+                     cell(row.busbwGbs(), 2), cell(row.errors), cell(row.launchUs, 2),
+                     cell(row.launchP99Us, 2), cell(row.launchIdleUs, 2), cell(row.kernels),
+                     row.path.empty() ? "-" : row.path);
 }
 
 std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
                             const std::vector<Row>& theirs) {
   if (ours.empty() || theirs.empty()) return "";
-  constexpr const char* format = "{:>12} {:>11} {:>11} {:>12} {:>12} {:>13} {:>13} {:>7}\n";
+  constexpr const char* format = "{:>12} {:>5} {:>11} {:>11} {:>12} {:>12} {:>13} {:>13} {:>7}\n";
   const std::string &a = ours.front().impl, &b = theirs.front().impl;
   std::string text = fmt::format("#\n# {} against {}{}{}\n", a, b, about.empty() ? "" : " ", about);
-  text += fmt::format(format, "#      bytes", a + "(us)", b + "(us)", a + "(GB/s)", b + "(GB/s)",
-                      a + " launch", b + " launch", "ratio");
+  text += fmt::format(format, "#      bytes", "place", a + "(us)", b + "(us)", a + "(GB/s)",
+                      b + "(GB/s)", a + " launch", b + " launch", "ratio");
   for (const Row& our : ours)
     for (const Row& their : theirs) {
-      if (our.bytes != their.bytes) continue;
+      if (our.bytes != their.bytes || our.inPlace != their.inPlace) continue;
       const auto mine = our.algbwGbs(), other = their.algbwGbs();
-      text +=
-          fmt::format(format, our.bytes, cell(our.timeUs, 2), cell(their.timeUs, 2), cell(mine, 2),
-                      cell(other, 2), cell(our.launchUs, 2), cell(their.launchUs, 2),
-                      mine && other ? fmt::format("{:.2f}", *mine / *other) : "-");
+      text += fmt::format(format, our.bytes, placeName(our.inPlace), cell(our.timeUs, 2),
+                          cell(their.timeUs, 2), cell(mine, 2), cell(other, 2),
+                          cell(our.launchUs, 2), cell(their.launchUs, 2),
+                          mine && other ? fmt::format("{:.2f}", *mine / *other) : "-");
     }
   return text;
 }
@@ -96,7 +104,7 @@ Json rowJson(const Row& row) {
   Json json;
   json["schema"] = kSchema;
   json["impl"] = row.impl;
-  json["op"] = "sendrecv";
+  json["op"] = row.op;
   json["path"] = row.path.empty() ? Json(nullptr) : Json(row.path);
   json["transport"] = orNull(row.transport);
   json["device"] = row.device;
@@ -104,7 +112,7 @@ Json rowJson(const Row& row) {
   json["ranks"] = row.ranks;
   json["bytes"] = row.bytes;
   json["dtype"] = row.dtype;
-  json["in_place"] = false;
+  json["in_place"] = row.inPlace;
   json["iters"] = row.iters;
   json["time_us"] = orNull(row.timeUs);
   json["algbw_gbs"] = orNull(row.algbwGbs());
@@ -122,7 +130,7 @@ Json reportJson(const RunHeader& header, const std::vector<Row>& rows) {
   Json report;
   Json& head = report["header"];
   head["schema"] = kSchema;
-  head["program"] = "hoccl bench sendrecv";
+  head["program"] = "hoccl bench " + header.op;
   head["version"] = header.version;
   head["commit"] = textOrNull(header.commit);
   head["timestamp"] = textOrNull(header.timestamp);

@@ -13,27 +13,31 @@ namespace hoccl::bench {
 /// One line of the table and one object of the JSON file. Empty: not measured.
 struct Row {
   std::string impl;  ///< hoccl, nccl or bare
+  std::string op;    ///< the operation's name
   std::string path;  ///< staged, nccl, mixed; for bare: steady, single; "" when unknown
   std::optional<std::string> transport;
   std::string device;
   bool emulated = false;
   int ranks = 0;
-  std::uint64_t bytes = 0, count = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t count = 0;  ///< elements the call is given, as in nccl-tests
+  bool inPlace = false;
   std::string dtype;
   int iters = 0;  ///< timed iterations, all batches together
   std::optional<double> timeUs;
+  double busFactor = 1;  ///< busbw / algbw
   std::optional<std::uint64_t> errors;
   std::optional<double> launchUs, launchP99Us, launchIdleUs;
   std::optional<std::uint64_t> kernels;
 
-  /// GB/s (1e9 bytes a second). A send/recv's bus bandwidth is its algorithm bandwidth.
+  /// GB/s (1e9 bytes a second), as nccl-tests defines them.
   [[nodiscard]] std::optional<double> algbwGbs() const;
-  [[nodiscard]] std::optional<double> busbwGbs() const { return algbwGbs(); }
+  [[nodiscard]] std::optional<double> busbwGbs() const;
 };
 
 /// What the figures were taken on; the JSON file's header object.
 struct RunHeader {
-  std::string version, commit, host, kernel, driver, device, nccl, timestamp, command;
+  std::string op, version, commit, host, kernel, driver, device, nccl, timestamp, command;
   int cudaVersion = 0;
   bool emulated = false;
   double dilation = 1;
@@ -41,8 +45,9 @@ struct RunHeader {
 
 std::string tableHeading();
 std::string tableRow(const Row& row);
-/// Sizes both sides have, side by side with the ratio of their bandwidths (ours over theirs).
-/// `about` says more about the other side than its rows' impl, "over NET/Socket".
+/// Sizes (in place and out of place apart) that both sides have, side by side with the ratio of
+/// their bandwidths (ours over theirs). `about` says more about the other side than its rows' impl,
+/// "over NET/Socket".
 std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
                             const std::vector<Row>& theirs);
 /// 22809 as "2.28.9".

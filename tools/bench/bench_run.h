@@ -6,8 +6,8 @@
 
 namespace hoccl::bench {
 
-/// `hoccl bench sendrecv`: measures, prints, compares. Returns the exit status (see
+/// One run of `hoccl bench`: measures, prints, compares. Returns the exit status (see
 /// bench_command.h). `command` is the command line, for the JSON header.
-int runSendRecv(const CommandLine& line, const std::string& command);
+int runBench(const CommandLine& line, const std::string& command);
 
 }  // namespace hoccl::bench

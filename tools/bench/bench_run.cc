@@ -1,4 +1,4 @@
-#include "tools/bench/sendrecv.h"
+#include "tools/bench/bench_run.h"
 
 #include <fmt/format.h>
 #include <unistd.h>
@@ -72,9 +72,9 @@ class ScratchFolder {
   std::string path_;
 };
 
-class SendRecvBench {
+class BenchRun {
  public:
-  explicit SendRecvBench(std::string command) : command_(std::move(command)) {}
+  explicit BenchRun(std::string command) : command_(std::move(command)) {}
   int run(const CommandLine& line);
 
  private:
@@ -104,7 +104,7 @@ class SendRecvBench {
 };
 
 /// Opens the GPU in a process of its own: the bench itself stays free of CUDA.
-Status SendRecvBench::probe(const std::string& libraryPath, DeviceInfo* device) {
+Status BenchRun::probe(const std::string& libraryPath, DeviceInfo* device) {
   RankEnvironment environment;
   environment.libraryPath = libraryPath;
   RankSetPlan plan;
@@ -129,7 +129,7 @@ Status SendRecvBench::probe(const std::string& libraryPath, DeviceInfo* device) 
   return set->finish();
 }
 
-Status SendRecvBench::chooseDevice() {
+Status BenchRun::chooseDevice() {
   progress_.show("looking for a GPU");
   Status real = Status::error(Code::Unsupported, "HOCCL_EMULATE=always");
   if (config_.emulate != "always") {
@@ -145,7 +145,7 @@ Status SendRecvBench::chooseDevice() {
   return probe(emulatorPath_, &setting_.device);
 }
 
-RankSetPlan SendRecvBench::plan(const std::string& impl) {
+RankSetPlan BenchRun::plan(const std::string& impl) {
   const Options& options = setting_.options;
   RankSetPlan plan;
   plan.name = impl;
@@ -153,7 +153,7 @@ RankSetPlan SendRecvBench::plan(const std::string& impl) {
   plan.arguments = {"bench-rank", "--parent", std::to_string(::getpid())};
   plan.timeoutMs = options.timeoutMs;
   const std::vector<std::string> base = ownEnvironment();
-  const int ranks = impl == "bare" ? 2 : options.ranks;
+  const int ranks = options.ranks;
   ++sets_;
   for (int rank = 0; rank < ranks; ++rank) {
     RankEnvironment environment;
@@ -181,7 +181,7 @@ RankSetPlan SendRecvBench::plan(const std::string& impl) {
   return plan;
 }
 
-void SendRecvBench::printHeader() {
+void BenchRun::printHeader() {
   const Options& options = setting_.options;
   const DeviceInfo& device = setting_.device;
   progress_.clear();
@@ -196,13 +196,30 @@ void SendRecvBench::printHeader() {
     say(fmt::format("# {} x {}, driver {}, {}\n", device.count, device.name,
                     header_.driver.empty() ? "unknown" : header_.driver, header_.kernel));
   }
-  say(fmt::format("# hoccl {} bench sendrecv: {} ranks, pattern {}, {}, type {}, offset {}\n",
-                  versionText(), options.ranks, patternName(options.pattern),
+  const OperationFacts& facts = factsOf(options.operation);
+  std::string about;
+  if (options.operation == Operation::SendRecv)
+    about = fmt::format(", pattern {}", patternName(options.pattern));
+  if (options.operation == Operation::AlltoAllv) about = fmt::format(", skew {}", options.skew);
+  if (facts.rooted) about = fmt::format(", root {}", options.root);
+  say(fmt::format("# hoccl {} bench {}: {} ranks{}, {}, type {}, offset {}\n", versionText(),
+                  facts.name, options.ranks, about,
                   options.sameNode ? "ranks on one node" : "each rank a node of its own",
                   options.dataType.name, options.offset));
+  say(fmt::format("# bytes: {}\n", facts.sizeMeaning));
 }
 
-Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
+/// For the head line of a set: which NCCL calls one operation is, where that is not obvious.
+std::string callText(const Options& options, const SetResult& result) {
+  const OperationFacts& facts = factsOf(options.operation);
+  if (result.ownFunction || options.operation == Operation::SendRecv) return "";
+  std::string text = "; as grouped send/recv";
+  if (facts.groupable && !options.grouped)
+    text += fmt::format(": this NCCL has no {} (2.28.3 and later do)", facts.ncclFunction);
+  return text;
+}
+
+Status BenchRun::measure(const std::string& impl, SetResult* result) {
   std::unique_ptr<RankSet> set;
   HOCCL_RETURN_IF_ERROR(RankSet::start(plan(impl), &set));
   if (impl != "bare")
@@ -210,12 +227,13 @@ Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
   progress_.clear();
   std::string about;
   if (impl == "bare") {
-    about = "the two copies alone, one process each: GPU to pinned host, pinned host to GPU";
+    about = "the copies alone, one process a rank: GPU to pinned host, pinned host to GPU";
   } else {
     header_.nccl = ncclVersionText(result->ncclVersion);
     about = fmt::format("NCCL {} from {}", header_.nccl, result->ncclFile);
     if (impl == "hoccl") about = fmt::format("{}, {}", shim_, about);
     if (impl == "nccl" && !ncclTransport_.empty()) about += ", transport " + ncclTransport_;
+    about += callText(setting_.options, *result);
   }
   say(fmt::format("#\n# impl {}: {}\n", impl, about));
   // A tracer's files are whole only when the processes have ended; then the rows come all at once.
@@ -248,7 +266,7 @@ Status SendRecvBench::measure(const std::string& impl, SetResult* result) {
 }
 
 /// A short run of its own, so that NCCL's log does not weigh on the measured one.
-Status SendRecvBench::lookAtTransport() {
+Status BenchRun::lookAtTransport() {
   progress_.show("looking which transport NCCL takes");
   RankSetPlan trial = plan("nccl");
   trial.captureOutput = true;
@@ -275,15 +293,15 @@ std::vector<Row> rowsOfPath(const std::vector<Row>& rows, const std::string& pat
   return chosen;
 }
 
-void SendRecvBench::printComparisons(const SetResult& main, const SetResult& nccl,
-                                     const SetResult& bare) {
+void BenchRun::printComparisons(const SetResult& main, const SetResult& nccl,
+                                const SetResult& bare) {
   say(comparisonTable(ncclTransport_.empty() ? "" : "over " + ncclTransport_, main.rows,
                       nccl.rows));
   for (const char* path : {"steady", "single"})
     say(comparisonTable(fmt::format("({})", path), main.rows, rowsOfPath(bare.rows, path)));
 }
 
-int SendRecvBench::run(const CommandLine& line) {
+int BenchRun::run(const CommandLine& line) {
   Status status = Config::fromEnvironment(&config_);
   if (!status) return fail(kUsage, status);
   if (!(status = completeOptions(line, false, &setting_.options))) return fail(kUsage, status);
@@ -302,6 +320,7 @@ int SendRecvBench::run(const CommandLine& line) {
                                           "can be used: NCCL refuses two ranks of one node "
                                           "on one GPU",
                                           options.ranks, options.ranks, setting_.device.count)));
+  header_.op = factsOf(options.operation).name;
   header_.version = versionText();
   header_.commit = commitText();
   header_.host = shortHostName();
@@ -338,9 +357,9 @@ int SendRecvBench::run(const CommandLine& line) {
 
 }  // namespace
 
-int runSendRecv(const CommandLine& line, const std::string& command) {
+int runBench(const CommandLine& line, const std::string& command) {
   setLogRole("bench");
-  return SendRecvBench(command).run(line);
+  return BenchRun(command).run(line);
 }
 
 }  // namespace hoccl::bench
