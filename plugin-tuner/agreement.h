@@ -45,6 +45,12 @@ class AgreementRoot {
   /// Makes a new nonce and gives the tail to write into the id NCCL has just filled. The address is
   /// the one NCCL advertises in it, else that of an interface. Needs start().
   Status newCommunicator(const char id[kUniqueIdBytes], Tail* tail);
+  /// The same without an id of NCCL's: for communicators that shrink out of one, whose lowest rank may
+  /// be this process. Needs start().
+  Status newRoot(Tail* tail);
+  /// When the process ends: waits until every verdict that stands has gone out, for at most so long.
+  /// Does nothing where this process has no root.
+  static void drainThisProcess(std::uint64_t timeoutMs);
   /// Ends thread and connections. Members that wait see their connection close.
   void stop();
 

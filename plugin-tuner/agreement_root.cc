@@ -23,6 +23,7 @@
 #include "common/base/fd.h"
 #include "common/base/log.h"
 #include "common/base/random.h"
+#include "common/base/time.h"
 #include "plugin-tuner/agreement.h"
 #include "plugin-tuner/agreement_ledger.h"
 
@@ -101,7 +102,8 @@ class AgreementRoot::Service {
   ~Service() { stop(); }
 
   Status start(const Options& options);
-  Status newCommunicator(const char id[kUniqueIdBytes], Tail* tail);
+  Status newRoot(Tail* tail);
+  void drain(std::uint64_t timeoutMs);
   void stop();
 
  private:
@@ -138,6 +140,7 @@ class AgreementRoot::Service {
   std::thread thread_;
   UniqueFd listener_, epoll_, wakeUp_;
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> draining_{false}, drained_{false};
 
   // The thread's own.
   std::optional<AgreementLedger> ledger_;
@@ -180,10 +183,10 @@ Status AgreementRoot::Service::start(const Options& options) {
   return status;
 }
 
-Status AgreementRoot::Service::newCommunicator(const char id[kUniqueIdBytes], Tail* tail) {
-  Tail made;
+/// `tail` holds the address.
+Status AgreementRoot::Service::newRoot(Tail* tail) {
+  Tail made = *tail;
   if (Status status = random64(&made.nonce); !status) return status;
-  if (!readBootstrapAddress(id, &made)) readInterfaceAddress(&made);
   const std::lock_guard lock(mutex_);
   if (!thread_.joinable()) {
     return Status::error(Code::InvalidArgument, "agreement root: not started");
@@ -222,7 +225,10 @@ void AgreementRoot::Service::run() {
       const std::uint64_t id = events[i].data.u64;
       if (id == kListener) {
         acceptAll();
-      } else if (id != kWakeUp) {
+      } else if (id == kWakeUp) {
+        std::uint64_t wakes = 0;
+        [[maybe_unused]] const ssize_t got = read(wakeUp_.get(), &wakes, sizeof wakes);
+      } else {
         const auto found = connections_.find(id);
         if (found == connections_.end()) continue;
         if (events[i].events & EPOLLOUT && !flush(found->second)) {
@@ -234,7 +240,25 @@ void AgreementRoot::Service::run() {
       }
     }
     expire();
+    if (draining_ && std::all_of(connections_.begin(), connections_.end(),
+                                 [](const auto& each) { return each.second.out.empty(); })) {
+      drained_ = true;
+    }
   }
+}
+
+void AgreementRoot::Service::drain(std::uint64_t timeoutMs) {
+  const std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) return;
+  drained_ = false;
+  draining_ = true;
+  const Deadline deadline = Deadline::afterMs(timeoutMs);
+  while (!drained_ && !deadline.passed()) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = write(wakeUp_.get(), &one, sizeof one);
+    ::usleep(200);
+  }
+  draining_ = false;
 }
 
 int AgreementRoot::Service::sleepMs() const {
@@ -420,14 +444,17 @@ void AgreementRoot::Service::drop(std::uint64_t id, const std::string& why) {
 AgreementRoot::AgreementRoot() : service_(std::make_unique<Service>()) {}
 AgreementRoot::~AgreementRoot() = default;
 
+namespace {
+struct Slot {
+  pid_t process;
+  AgreementRoot* root;
+};
+std::atomic<Slot*> current{nullptr};
+}  // namespace
+
 AgreementRoot& AgreementRoot::ofThisProcess() {
-  struct Slot {
-    pid_t process;
-    AgreementRoot* root;
-  };
   // A child of fork has no thread of its parent's, so it needs a root of its own. The old one is
   // left as it is: its descriptors are shared with the parent.
-  static std::atomic<Slot*> current{nullptr};
   Slot* slot = current.load();
   while (!slot || slot->process != getpid()) {
     auto* fresh = new Slot{getpid(), new AgreementRoot};
@@ -438,9 +465,25 @@ AgreementRoot& AgreementRoot::ofThisProcess() {
   return *slot->root;
 }
 
+void AgreementRoot::drainThisProcess(std::uint64_t timeoutMs) {
+  const Slot* slot = current.load();
+  if (slot && slot->process == getpid()) slot->root->service_->drain(timeoutMs);
+}
+
 Status AgreementRoot::start(const Options& options) { return service_->start(options); }
 Status AgreementRoot::newCommunicator(const char id[kUniqueIdBytes], Tail* tail) {
-  return service_->newCommunicator(id, tail);
+  Tail made;
+  if (!readBootstrapAddress(id, &made)) readInterfaceAddress(&made);
+  Status status = service_->newRoot(&made);
+  if (status) *tail = made;
+  return status;
+}
+Status AgreementRoot::newRoot(Tail* tail) {
+  Tail made;
+  readInterfaceAddress(&made);
+  Status status = service_->newRoot(&made);
+  if (status) *tail = made;
+  return status;
 }
 void AgreementRoot::stop() { service_->stop(); }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string_view>
 
@@ -20,6 +21,7 @@ struct Where {
   std::uint64_t host = 0;  ///< equal where two processes can share memory
   std::uint64_t pid = 0;
   char hostName[kHostBytes] = {};
+  Tail root;  ///< where a communicator whose lowest rank it becomes agrees
 };
 
 /// Second phase: where its mover is reached; all zero for a rank without pairs to steer.
@@ -59,9 +61,26 @@ std::string ownVeto() {
   return {};
 }
 
+Agreement::Options agreementOptions() {
+  const Config& config = ProcessCore::get().config();
+  Agreement::Options options;
+  options.host = shortHostName();
+  options.agreeTimeoutMs = config.agreeTimeoutMs;
+  options.timeoutMs = config.timeoutMs;
+  return options;
+}
+
 bool steerable(const Where& a, const Where& b) { return a.node != b.node && a.host == b.host; }
 
 }  // namespace
+
+CommSetup::~CommSetup() {
+  if (!added_ || comm_->mover) return;
+  // Without operations there is nothing to wait for; an abort is bounded even if the mover is stopped.
+  if (Status status = mover_->endCommunicator(moverIndex_, OpKind::Abort); !status) {
+    logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
+  }
+}
 
 void CommSetup::plain(const std::string& reason, LogLevel level) {
   comm_->reason = reason;
@@ -84,17 +103,19 @@ bool CommSetup::advance() {
       break;
     }
     if (!agreement_->verdict().steer) {
-      if (added_) (void)mover_->endCommunicator(moverIndex_, OpKind::Close);
       plain(agreement_->verdict().reason);
       break;
     }
     switch (step_) {
+      case Step::RollCall: onRollCall(); break;
       case Step::Where: onWhere(); break;
       case Step::Movers: onMovers(); break;
       case Step::Known:
         comm_->reachable = std::move(reachable_);
         comm_->sendSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->recvSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
+        comm_->collectiveSendSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
+        comm_->collectiveRecvSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->moverIndex = moverIndex_;
         comm_->mover = added_ ? mover_ : nullptr;
         if (!added_) comm_->reason = "this rank has no peer on another node within reach";
@@ -118,25 +139,64 @@ void CommSetup::nextPhase(Step step, std::uint32_t phase, std::string payload, s
   }
 }
 
+std::unique_ptr<Agreement> answerRollCall(const RollCall& call) {
+  Agreement::Options options = agreementOptions();
+  options.root = call.root;
+  options.key = call.key;
+  options.rank = static_cast<std::uint32_t>(call.rank);
+  options.nranks = static_cast<std::uint32_t>(call.ranks);
+  return std::make_unique<Agreement>(std::move(options));
+}
+
 void CommSetup::begin() {
+  if (!comm_->rollCall) {
+    tellWhere();
+    return;
+  }
+  agreement_ = answerRollCall(*comm_->rollCall);
+  nextPhase(Step::RollCall, 1, pack(comm_->rollCall->color), {});
+}
+
+/// From here on the ranks of the split are among themselves, in the process of the lowest of them: the
+/// parent's own may end before they have agreed.
+void CommSetup::onRollCall() {
+  const auto& payloads = agreement_->verdict().payloads;
+  for (std::size_t i = 0; i < payloads.size(); ++i) {
+    std::int64_t color = 0;
+    if (!unpack(payloads[i], &color)) {
+      plain(fmt::format("rank {} of the parent runs another build of HOCCL", i));
+      return;
+    }
+    if (color != comm_->rollCall->color || i >= comm_->rollCall->rankRoots.size()) continue;
+    comm_->root = comm_->rollCall->rankRoots[i];
+    tellWhere();
+    return;
+  }
+  plain("the roll call of the split does not name this rank's color");
+}
+
+void CommSetup::tellWhere() {
   const Config& config = ProcessCore::get().config();
-  agreement_ = std::make_unique<Agreement>(Agreement::Options{
-      .root = comm_->root,
-      .key = comm_->key,
-      .rank = static_cast<std::uint32_t>(comm_->rank),
-      .nranks = static_cast<std::uint32_t>(comm_->ranks),
-      .policyDigest = config.policyDigest(),
-      .policyText = config.policyText(),
-      .host = shortHostName(),
-      .agreeTimeoutMs = config.agreeTimeoutMs,
-      .timeoutMs = config.timeoutMs,
-  });
+  Agreement::Options options = agreementOptions();
+  options.root = comm_->root;
+  options.key = comm_->key;
+  options.rank = static_cast<std::uint32_t>(comm_->rank);
+  options.nranks = static_cast<std::uint32_t>(comm_->ranks);
+  options.policyDigest = config.policyDigest();
+  options.policyText = config.policyText();
+  agreement_ = std::make_unique<Agreement>(std::move(options));
   Where where;
   where.node = fnv(nodeKey());
   where.host = fnv(hostKey());
   where.pid = static_cast<std::uint64_t>(::getpid());
   setText(where.hostName, shortHostName());
-  nextPhase(Step::Where, 1, pack(where), ownVeto());
+  std::string veto = ownVeto();
+  AgreementRoot& root = AgreementRoot::ofThisProcess();
+  Status status =
+      root.start({.agreeTimeoutMs = config.agreeTimeoutMs, .timeoutMs = config.timeoutMs});
+  if (status) status = root.newRoot(&where.root);
+  if (!status && veto.empty()) veto = status.message();
+  nextPhase(Step::Where, 1, pack(where), veto);
 }
 
 void CommSetup::onWhere() {
@@ -149,12 +209,22 @@ void CommSetup::onWhere() {
       return;
     }
   }
+  comm_->rankRoots.clear();
+  for (const Where& place : places) comm_->rankRoots.push_back(place.root);
+  comm_->root = comm_->rankRoots[0];  // where the process of the unique id may be none of its ranks
   bool anyPair = false;
-  for (std::size_t a = 0; a < places.size() && !anyPair; ++a) {
-    for (std::size_t b = a + 1; b < places.size() && !anyPair; ++b) {
-      anyPair = steerable(places[a], places[b]);
+  comm_->reachesAll.assign(places.size(), true);
+  for (std::size_t a = 0; a < places.size(); ++a) {
+    for (std::size_t b = a + 1; b < places.size(); ++b) {
+      if (steerable(places[a], places[b])) {
+        anyPair = true;
+      } else {
+        comm_->reachesAll[a] = comm_->reachesAll[b] = false;
+      }
     }
   }
+  comm_->allReachAll = std::all_of(comm_->reachesAll.begin(), comm_->reachesAll.end(),
+                                   [](bool reaches) { return reaches; });
   if (!anyPair) {
     plain("no two ranks are on different nodes that the shm transport connects", LogLevel::Info);
     return;
@@ -169,6 +239,7 @@ void CommSetup::onWhere() {
     peers_[i].pid = places[i].pid;
     std::memcpy(peers_[i].host, places[i].hostName, sizeof peers_[i].host);
   }
+  reachable_[self] = own;  // a rank's operations with itself go through its mover as well
   std::string veto;
   MoverPlace place;
   if (own) {
@@ -177,7 +248,7 @@ void CommSetup::onWhere() {
     if (callReal(realNccl.ncclCommCuDevice, comm_->comm, &device) != ncclSuccess) {
       status = Status::error(Code::Internal, "NCCL does not tell the communicator's device");
     }
-    if (status) status = ProcessCore::get().moverFor(device, &comm_->context, &mover_);
+    if (status) status = ProcessCore::get().moverFor(device, &comm_->context, &comm_->waits, &mover_);
     if (status) {
       place.mover = mover_->id();
       setText(place.address, mover_->address());

@@ -17,14 +17,20 @@ namespace hoccl {
 class CommSetup {
  public:
   explicit CommSetup(SteeredComm* comm) : comm_(comm) {}
+  /// Ends what the mover was told of the communicator, unless the communicator has taken it over.
+  ~CommSetup();
+  CommSetup(const CommSetup&) = delete;
+  CommSetup& operator=(const CommSetup&) = delete;
 
   /// Goes on as far as it can without waiting for other ranks. True when the outcome stands.
   bool advance();
 
  private:
-  enum class Step { Begin, Where, Movers, Known, Done };
+  enum class Step { Begin, RollCall, Where, Movers, Known, Done };
 
   void begin();
+  void onRollCall();
+  void tellWhere();
   void onWhere();
   void onMovers();
   void nextPhase(Step step, std::uint32_t phase, std::string payload, std::string veto);
@@ -39,5 +45,8 @@ class CommSetup {
   std::vector<PeerRecord> peers_;
   std::vector<bool> reachable_;
 };
+
+/// The agreement in which a rank answers a roll call; finished when every rank of the parent has.
+std::unique_ptr<Agreement> answerRollCall(const RollCall& call);
 
 }  // namespace hoccl

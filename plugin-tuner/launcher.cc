@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <optional>
 
 namespace hoccl {
 namespace {
@@ -29,7 +30,7 @@ Status Launcher::prepare() {
       known = known || (launch.mover == op.comm->mover && launch.stream == op.stream);
     }
     if (known) continue;
-    streams_.push_back({op.comm->mover, op.comm->context, op.stream, {}, false});
+    streams_.push_back({op.comm->mover, op.comm->waits, op.comm->context, op.stream, {}, false});
   }
   // Mover by mover, in one order for all threads, so that none waits for slots another one holds while
   // that one waits for its.
@@ -52,7 +53,7 @@ Status Launcher::prepare() {
   return {};
 }
 
-Status Launcher::issue(StreamLaunch& launch, bool start, bool wait) {
+Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext current) {
   std::array<CUstreamBatchMemOpParams, 2> operations{};
   unsigned count = 0;
   if (start) {
@@ -62,19 +63,29 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait) {
     write.value64 = launch.slot.sequence;
     write.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
   }
+  WaitKind kind = WaitKind::MemoryOp;
+  const CUdeviceptr finish = launch.mover->finishAddress(launch.slot);
   if (wait) {
+    kind = launch.waits->choose(launch.stream, &launch.mover->segment().launch(launch.slot.index).finish,
+                                launch.slot.sequence);
+  }
+  if (wait && kind == WaitKind::MemoryOp) {
     auto& await = operations[count++].waitValue;
     await.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
-    await.address = launch.mover->finishAddress(launch.slot);
+    await.address = finish;
     await.value64 = launch.slot.sequence;
     await.flags = CU_STREAM_WAIT_VALUE_GEQ;
   }
   // Stream 0 and the per-thread stream mean those of the communicator's context.
-  ContextGuard guard(driver_, launch.context);
-  HOCCL_RETURN_IF_ERROR(
-      HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
-  launch.issued = true;
-  return {};
+  std::optional<ContextGuard> guard;
+  if (launch.context != current) guard.emplace(driver_, launch.context);
+  if (count > 0) {
+    HOCCL_RETURN_IF_ERROR(
+        HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
+    launch.issued = true;
+  }
+  if (!wait || kind == WaitKind::MemoryOp) return {};
+  return launch.waits->enqueue(kind, launch.stream, finish, launch.slot.sequence);
 }
 
 void Launcher::giveUp() {
@@ -87,22 +98,25 @@ void Launcher::giveUp() {
   }
 }
 
-Status Launcher::launch() {
+Status Launcher::launch(CUcontext current) {
   HOCCL_RETURN_IF_ERROR(prepare());
+  // One call for both where there is one stream. Else all starts first: streams share the GPU's
+  // channels, and a start behind another stream's wait would never run.
+  const bool one = streams_.size() == 1;
   for (StreamLaunch& launch : streams_) {
-    if (Status status = issue(launch, true, true); !status) {
+    if (Status status = issue(launch, true, one, current); !status) {
       giveUp();
       return status;
     }
   }
   handOver();
-  return {};
+  return one ? Status() : wait();
 }
 
 Status Launcher::start() {
   HOCCL_RETURN_IF_ERROR(prepare());
   for (StreamLaunch& launch : streams_) {
-    if (Status status = issue(launch, true, false); !status) {
+    if (Status status = issue(launch, true, false, nullptr); !status) {
       giveUp();
       return status;
     }
@@ -114,7 +128,7 @@ Status Launcher::start() {
 Status Launcher::wait() {
   Status first;
   for (StreamLaunch& launch : streams_) {
-    if (Status status = issue(launch, false, true); !status && first) first = status;
+    if (Status status = issue(launch, false, true, nullptr); !status && first) first = status;
   }
   return first;
 }

@@ -29,8 +29,9 @@ class Launcher {
   [[nodiscard]] const std::vector<PendingOp>& ops() const { return ops_; }
   void clear();
 
-  /// Start and wait in one call per stream, then hands the operations to their movers.
-  Status launch();
+  /// Starts, hands the operations to their movers, and waits. `current` is the
+  /// context the caller has made current, if it knows.
+  Status launch(CUcontext current = nullptr);
   /// The same in two halves.
   Status start();
   Status wait();
@@ -39,13 +40,14 @@ class Launcher {
   /// All operations on one stream of one mover.
   struct StreamLaunch {
     MoverClient* mover = nullptr;
+    StreamWaits* waits = nullptr;
     CUcontext context = nullptr;
     CUstream stream = nullptr;
     MoverClient::Slot slot;
     bool issued = false;
   };
   Status prepare();
-  Status issue(StreamLaunch& launch, bool start, bool wait);
+  Status issue(StreamLaunch& launch, bool start, bool wait, CUcontext current);
   void handOver();
   void giveUp();
 

@@ -21,7 +21,8 @@ ProcessCore::ProcessCore() : config_(Config::defaults()) {
 
 Status ProcessCore::driver(const Driver** out) { return Driver::load(out); }
 
-Status ProcessCore::moverFor(CUdevice device, CUcontext* context, MoverClient** out) {
+Status ProcessCore::moverFor(CUdevice device, CUcontext* context, StreamWaits** waits,
+                             MoverClient** out) {
   std::lock_guard lock(mutex_);
   const Driver* driver = nullptr;
   HOCCL_RETURN_IF_ERROR(Driver::load(&driver));
@@ -34,16 +35,29 @@ Status ProcessCore::moverFor(CUdevice device, CUcontext* context, MoverClient** 
                     entry.movers.back()->segment().header().moverDead.load() != 0;
   if (entry.movers.empty() || dead) {
     std::unique_ptr<MoverClient> client;
-    // Registering the segment must not disturb a capture another thread is recording.
+    // Registering the segment and loading a kernel must not disturb a capture another thread is recording.
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     driver->cuThreadExchangeStreamCaptureMode(&mode);
-    const Status status = MoverClient::start(driver, entry.context, config_, &client);
+    Status status;
+    if (!entry.waits) {
+      ContextGuard guard(driver, entry.context);
+      status = StreamWaits::create(driver, config_.wait, &entry.waits);
+    }
+    if (status) status = MoverClient::start(driver, entry.context, config_, &client);
     driver->cuThreadExchangeStreamCaptureMode(&mode);
     if (!status) return status;
     entry.movers.push_back(std::move(client));
   }
+  *waits = entry.waits.get();
   *out = entry.movers.back().get();
   return {};
+}
+
+std::uint64_t ProcessCore::waitCount(WaitKind kind) {
+  std::lock_guard lock(mutex_);
+  std::uint64_t sum = 0;
+  for (const auto& [device, entry] : devices_) sum += entry.waits ? entry.waits->count(kind) : 0;
+  return sum;
 }
 
 }  // namespace hoccl

@@ -7,6 +7,7 @@
 
 #include "common/base/config.h"
 #include "common/gpu/driver.h"
+#include "common/gpu/stream_waits.h"
 #include "common/runtime/mover_client.h"
 #include "plugin-tuner/steered_comm.h"
 
@@ -25,7 +26,9 @@ class ProcessCore {
   /// The driver, loaded on first use.
   Status driver(const Driver** out);
   /// The mover of that device, started on first use or when the last one has ended.
-  Status moverFor(CUdevice device, CUcontext* context, MoverClient** out);
+  Status moverFor(CUdevice device, CUcontext* context, StreamWaits** waits, MoverClient** out);
+  /// Waits of that kind enqueued so far, on all devices.
+  [[nodiscard]] std::uint64_t waitCount(WaitKind kind);
 
  private:
   ProcessCore();
@@ -36,6 +39,7 @@ class ProcessCore {
   std::mutex mutex_;  ///< set-up only
   struct Device {
     CUcontext context = nullptr;
+    std::unique_ptr<StreamWaits> waits;
     std::vector<std::unique_ptr<MoverClient>> movers;  ///< the last one is in use
   };
   std::map<CUdevice, Device> devices_;

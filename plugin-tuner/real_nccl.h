@@ -2,6 +2,8 @@
 
 #include <nccl.h>
 
+#include "plugin-tuner/core_api.h"
+
 namespace hoccl {
 
 /// The real NCCL's functions as the core calls them: X(name).
@@ -9,6 +11,7 @@ namespace hoccl {
   X(ncclGetUniqueId)            \
   X(ncclCommInitRank)           \
   X(ncclCommInitRankConfig)     \
+  X(ncclCommInitAll)            \
   X(ncclCommSplit)              \
   X(ncclCommFinalize)           \
   X(ncclCommDestroy)            \
@@ -27,6 +30,18 @@ struct RealNccl {
 #define X(name) decltype(&::name) name = nullptr;
   HOCCL_REAL_FUNCTIONS(X)
 #undef X
+  // Newer than the oldest header.
+#define HOCCL_NEW_REAL_FUNCTIONS(X) \
+  X(ncclCommInitRankScalable)       \
+  X(ncclCommShrink)                 \
+  X(ncclCommRevoke)                 \
+  X(ncclCommGetUniqueId)            \
+  X(ncclCommGrow)
+  HocclInitRankScalable ncclCommInitRankScalable = nullptr;
+  HocclShrink ncclCommShrink = nullptr;
+  HocclRevoke ncclCommRevoke = nullptr;
+  HocclCommGetUniqueId ncclCommGetUniqueId = nullptr;
+  HocclGrow ncclCommGrow = nullptr;
 };
 
 /// Set once when the core starts; a function an old NCCL lacks is null.
@@ -44,6 +59,10 @@ class RealCall {
   RealCall(const RealCall&) = delete;
   RealCall& operator=(const RealCall&) = delete;
 };
+
+/// The same in two halves, for the shim: an operation of the open group stays with NCCL.
+void enterReal();
+ncclResult_t leaveReal(ncclResult_t result);
 
 /// Calls a real function under the guard; one this NCCL lacks is ncclInvalidUsage.
 template <typename... Parameters, typename... Args>

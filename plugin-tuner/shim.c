@@ -9,11 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "plugin-tuner/core_api.h"
+#include "plugin-tuner/shim.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
-static _Atomic(const struct HocclCoreApi*) loadedCore;
+_Atomic(const struct HocclCoreApi*) hocclLoadedCore;
 static pthread_once_t loadOnce = PTHREAD_ONCE_INIT;
 
 EXPORT const char* hocclShimVersion(void) { return HOCCL_VERSION; }
@@ -68,11 +66,11 @@ static void loadCore(void) {
     complain(path, "is of another version than the preloaded library");
     return;
   }
-  atomic_store_explicit(&loadedCore, core, memory_order_release);
+  atomic_store_explicit(&hocclLoadedCore, core, memory_order_release);
 }
 
 static const struct HocclCoreApi* core(void) {
-  return atomic_load_explicit(&loadedCore, memory_order_acquire);
+  return atomic_load_explicit(&hocclLoadedCore, memory_order_acquire);
 }
 
 static const struct HocclCoreApi* coreLoaded(void) {
@@ -98,14 +96,42 @@ EXPORT size_t hocclStatsJson(char* out, size_t capacity) {
     return real_ ? real_ arguments : ncclInvalidUsage;                       \
   } while (0)
 
-/* Tells the core that NCCL gets an operation, and calls the real function. */
-#define PASS(symbol, arguments)                        \
-  do {                                                 \
-    const struct HocclCoreApi* c_ = core();            \
-    if (c_) c_->noteReal();                            \
-    __typeof__(&symbol) real_;                         \
-    *(void**)&real_ = resolveReal(#symbol);            \
-    return real_ ? real_ arguments : ncclInvalidUsage; \
+/* Calls NCCL's function about data, known here as `type`. */
+#define CALL_REAL(c, type, symbol, arguments)                   \
+  do {                                                          \
+    type real_;                                                 \
+    *(void**)&real_ = resolveReal(#symbol);                     \
+    if (!real_) return ncclInvalidUsage;                        \
+    if (!(c)) return real_ arguments;                           \
+    (c)->enterReal();                                           \
+    return (c)->leaveReal(real_ arguments);                     \
+  } while (0)
+
+/* An operation that always stays with NCCL. */
+#define PASS(symbol, arguments)              \
+  do {                                       \
+    const struct HocclCoreApi* c_ = core();  \
+    CALL_REAL(c_, __typeof__(&symbol), symbol, arguments); \
+  } while (0)
+
+#define UNPACK(...) __VA_ARGS__
+/* A collective: the core's if it takes it, else NCCL's. */
+#define STEER(member, coreArguments, type, symbol, arguments)                                   \
+  do {                                                                                          \
+    const struct HocclCoreApi* c_ = core();                                                     \
+    ncclResult_t result_ = ncclSuccess;                                                         \
+    if (c_ && c_->member(UNPACK coreArguments, &result_)) return result_;                       \
+    CALL_REAL(c_, type, symbol, arguments);                                                     \
+  } while (0)
+
+/* A function newer than the oldest NCCL: looked up under its name, with the type given. */
+#define FORWARD_NEW(which, member, type, symbol, arguments) \
+  do {                                                      \
+    const struct HocclCoreApi* c_ = (which);                \
+    if (c_) return c_->member arguments;                    \
+    type real_;                                             \
+    *(void**)&real_ = resolveReal(#symbol);                 \
+    return real_ ? real_ arguments : ncclInvalidUsage;      \
   } while (0)
 
 EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -121,6 +147,29 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniq
 EXPORT ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm,
                                   ncclConfig_t* config) {
   FORWARD(core(), commSplit, ncclCommSplit, (parent, color, key, comm, config));
+}
+EXPORT ncclResult_t ncclCommInitAll(ncclComm_t* comms, int count, const int* devices) {
+  FORWARD(coreLoaded(), commInitAll, ncclCommInitAll, (comms, count, devices));
+}
+EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int ranks, int rank, int idCount,
+                                             ncclUniqueId* ids, ncclConfig_t* config) {
+  FORWARD_NEW(coreLoaded(), commInitRankScalable, HocclInitRankScalable, ncclCommInitRankScalable,
+              (comm, ranks, rank, idCount, ids, config));
+}
+EXPORT ncclResult_t ncclCommShrink(ncclComm_t parent, int* excluded, int excludedCount, ncclComm_t* comm,
+                                   ncclConfig_t* config, int flags) {
+  FORWARD_NEW(core(), commShrink, HocclShrink, ncclCommShrink,
+              (parent, excluded, excludedCount, comm, config, flags));
+}
+EXPORT ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+  FORWARD_NEW(core(), commRevoke, HocclRevoke, ncclCommRevoke, (comm, flags));
+}
+EXPORT ncclResult_t ncclCommGetUniqueId(ncclComm_t parent, ncclUniqueId* id) {
+  FORWARD_NEW(core(), commGetUniqueId, HocclCommGetUniqueId, ncclCommGetUniqueId, (parent, id));
+}
+EXPORT ncclResult_t ncclCommGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int rank,
+                                 ncclComm_t* comm, ncclConfig_t* config) {
+  FORWARD_NEW(coreLoaded(), commGrow, HocclGrow, ncclCommGrow, (parent, ranks, id, rank, comm, config));
 }
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   FORWARD(core(), commFinalize, ncclCommFinalize, (comm));
@@ -165,30 +214,74 @@ EXPORT ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, n
                                       ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
   PASS(ncclReduceScatter, (in, out, count, type, op, comm, stream));
 }
-EXPORT ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type,
-                                  ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclAllGather, (in, out, count, type, comm, stream));
-}
-EXPORT ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root,
-                                  ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclBroadcast, (in, out, count, type, root, comm, stream));
-}
+
+/* The collectives that are steered. Their forms with a configuration (NCCL 2.31) differ in the last
+ * argument only, which says how NCCL's kernels are to run. */
+typedef ncclResult_t (*AllGatherCall)(const void*, void*, size_t, ncclDataType_t, ncclComm_t,
+                                      cudaStream_t);
+typedef ncclResult_t (*RootedCall)(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t,
+                                   cudaStream_t);
+typedef ncclResult_t (*AllGatherConfigCall)(const void*, void*, size_t, ncclDataType_t, ncclComm_t,
+                                            cudaStream_t, const void*);
+typedef ncclResult_t (*RootedConfigCall)(const void*, void*, size_t, ncclDataType_t, int, ncclComm_t,
+                                         cudaStream_t, const void*);
+
+#define ALL_TO_ALL_LIKE(member, symbol)                                                              \
+  EXPORT ncclResult_t symbol(const void* in, void* out, size_t count, ncclDataType_t type,           \
+                             ncclComm_t comm, cudaStream_t stream) {                                 \
+    STEER(member, (in, out, count, type, comm, stream), AllGatherCall, symbol,                       \
+          (in, out, count, type, comm, stream));                                                     \
+  }                                                                                                  \
+  EXPORT ncclResult_t symbol##Config(const void* in, void* out, size_t count, ncclDataType_t type,   \
+                                     ncclComm_t comm, cudaStream_t stream, const void* config) {     \
+    STEER(member, (in, out, count, type, comm, stream), AllGatherConfigCall, symbol##Config,         \
+          (in, out, count, type, comm, stream, config));                                             \
+  }
+#define ROOTED(member, symbol)                                                                       \
+  EXPORT ncclResult_t symbol(const void* in, void* out, size_t count, ncclDataType_t type, int root, \
+                             ncclComm_t comm, cudaStream_t stream) {                                 \
+    STEER(member, (in, out, count, type, root, comm, stream), RootedCall, symbol,                    \
+          (in, out, count, type, root, comm, stream));                                               \
+  }                                                                                                  \
+  EXPORT ncclResult_t symbol##Config(const void* in, void* out, size_t count, ncclDataType_t type,   \
+                                     int root, ncclComm_t comm, cudaStream_t stream,                 \
+                                     const void* config) {                                           \
+    STEER(member, (in, out, count, type, root, comm, stream), RootedConfigCall, symbol##Config,      \
+          (in, out, count, type, root, comm, stream, config));                                       \
+  }
+
+ALL_TO_ALL_LIKE(allGather, ncclAllGather)
+ALL_TO_ALL_LIKE(allToAll, ncclAlltoAll)
+ROOTED(broadcast, ncclBroadcast)
+ROOTED(gather, ncclGather)
+ROOTED(scatter, ncclScatter)
+
 EXPORT ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type, int root,
                               ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclBcast, (buffer, count, type, root, comm, stream));
+  STEER(broadcast, (buffer, buffer, count, type, root, comm, stream), __typeof__(&ncclBcast), ncclBcast,
+        (buffer, count, type, root, comm, stream));
 }
 
-#if NCCL_VERSION_CODE >= 22803
-EXPORT ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count, ncclDataType_t type,
-                                 ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclAlltoAll, (in, out, count, type, comm, stream));
+/* Reductions with a configuration. */
+typedef ncclResult_t (*ReduceAllConfigCall)(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t,
+                                            ncclComm_t, cudaStream_t, const void*);
+typedef ncclResult_t (*ReduceConfigCall)(const void*, void*, size_t, ncclDataType_t, ncclRedOp_t, int,
+                                         ncclComm_t, cudaStream_t, const void*);
+EXPORT ncclResult_t ncclAllReduceConfig(const void* in, void* out, size_t count, ncclDataType_t type,
+                                        ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                        const void* config) {
+  CALL_REAL(core(), ReduceAllConfigCall, ncclAllReduceConfig,
+            (in, out, count, type, op, comm, stream, config));
 }
-EXPORT ncclResult_t ncclGather(const void* in, void* out, size_t count, ncclDataType_t type, int root,
-                               ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclGather, (in, out, count, type, root, comm, stream));
+EXPORT ncclResult_t ncclReduceScatterConfig(const void* in, void* out, size_t count,
+                                            ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+                                            cudaStream_t stream, const void* config) {
+  CALL_REAL(core(), ReduceAllConfigCall, ncclReduceScatterConfig,
+            (in, out, count, type, op, comm, stream, config));
 }
-EXPORT ncclResult_t ncclScatter(const void* in, void* out, size_t count, ncclDataType_t type, int root,
-                                ncclComm_t comm, cudaStream_t stream) {
-  PASS(ncclScatter, (in, out, count, type, root, comm, stream));
+EXPORT ncclResult_t ncclReduceConfig(const void* in, void* out, size_t count, ncclDataType_t type,
+                                     ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream,
+                                     const void* config) {
+  CALL_REAL(core(), ReduceConfigCall, ncclReduceConfig,
+            (in, out, count, type, op, root, comm, stream, config));
 }
-#endif

@@ -51,7 +51,13 @@ std::size_t statsJson(char* out, std::size_t capacity) {
         escaped(comm.reason), ops[0], bytes[0], ops[1], bytes[1], reasons);
     firstComm = false;
   });
-  text += "]}";
+  ProcessCore& core = ProcessCore::get();
+  const CommTable::Forgotten old = core.comms().forgotten();
+  text += fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
+                      old.communicators, old.ops[0], old.bytes[0]);
+  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}}}}",
+                      core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
+                      core.waitCount(WaitKind::Parked));
   if (capacity > 0) {
     const std::size_t length = std::min(text.size(), capacity - 1);
     std::memcpy(out, text.data(), length);
@@ -73,6 +79,20 @@ void printStats() {
     if (!comm.reason.empty()) line += fmt::format(" plain NCCL because {}", comm.reason);
     std::fprintf(stderr, "%s\n", line.c_str());
   });
+  ProcessCore& core = ProcessCore::get();
+  if (const CommTable::Forgotten old = core.comms().forgotten(); old.communicators > 0) {
+    std::string line = fmt::format("hoccl stats: {} earlier communicators:", old.communicators);
+    for (int p = 0; p < kPaths; ++p) {
+      if (old.ops[p] == 0) continue;
+      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), old.ops[p], old.bytes[p]);
+    }
+    std::fprintf(stderr, "%s\n", line.c_str());
+  }
+  // The kernel is the one exception from using no SM, so it is named.
+  std::fprintf(stderr, "hoccl stats: waits of streams: memop %llu; kernel %llu; parked %llu\n",
+               static_cast<unsigned long long>(core.waitCount(WaitKind::MemoryOp)),
+               static_cast<unsigned long long>(core.waitCount(WaitKind::Kernel)),
+               static_cast<unsigned long long>(core.waitCount(WaitKind::Parked)));
 }
 
 }  // namespace hoccl

@@ -1,5 +1,7 @@
 #include "plugin-tuner/steered_comm.h"
 
+#include <algorithm>
+
 #include "plugin-tuner/comm_setup.h"
 
 namespace hoccl {
@@ -72,11 +74,22 @@ void CommTable::remove(ncclComm_t comm) {
     Entry& entry = entries_[i];
     const ncclComm_t key = entry.key.load(std::memory_order_relaxed);
     if (!key) return;
-    if (key == comm) {
-      entry.value.store(nullptr, std::memory_order_release);
-      return;
+    if (key != comm) continue;
+    if (SteeredComm* gone = entry.value.exchange(nullptr, std::memory_order_acq_rel)) {
+      gone->removed = true;
+      ++removed_;
     }
+    break;
   }
+  if (removed_ <= kKept) return;
+  const auto oldest = std::find_if(all_.begin(), all_.end(), [](auto& c) { return c->removed; });
+  ++forgotten_.communicators;
+  for (int i = 0; i < static_cast<int>(Path::kCount); ++i) {
+    forgotten_.ops[i] += (*oldest)->counters[i].ops.load(std::memory_order_relaxed);
+    forgotten_.bytes[i] += (*oldest)->counters[i].bytes.load(std::memory_order_relaxed);
+  }
+  all_.erase(oldest);
+  --removed_;
 }
 
 }  // namespace hoccl

@@ -4,11 +4,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "common/gpu/stream_waits.h"
 #include "common/runtime/mover_client.h"
 #include "plugin-tuner/agreement.h"
 
@@ -29,6 +32,16 @@ struct PathCounters {
   std::atomic<std::uint64_t> ops{0}, bytes{0};
 };
 
+/// How the ranks of a split find out which of them are in it together: all ranks of the parent tell
+/// their color where the parent agrees.
+struct RollCall {
+  AgreementKey key;
+  Tail root;
+  int rank = 0, ranks = 0;  ///< of the parent
+  std::int64_t color = 0;   ///< NCCL_SPLIT_NOCOLOR: in none
+  std::vector<Tail> rankRoots;
+};
+
 class CommSetup;
 
 /// What HOCCL knows of one NCCL communicator.
@@ -40,16 +53,26 @@ struct SteeredComm {
   int rank = -1;
   int ranks = 0;
   AgreementKey key;
-  Tail root;             ///< where this communicator, and its splits, agree
+  Tail root;             ///< where this communicator agrees, then where its descendants do
+  std::shared_ptr<const RollCall> rollCall;  ///< of a split: before the ranks agree
   bool hasRoot = false;  ///< the unique id came from a process with HOCCL
-  std::uint64_t splits = 0;
+  std::uint64_t splits = 0, grows = 0;
+  std::map<std::uint64_t, std::uint64_t> shrinks;  ///< how many without the same ranks, by their hash
+  std::vector<Tail> rankRoots;  ///< by rank: where what shrinks out of this communicator agrees
 
   CUcontext context = nullptr;
   MoverClient* mover = nullptr;  ///< null: plain NCCL
+  StreamWaits* waits = nullptr;  ///< of the communicator's context; set with `mover`
   std::uint32_t moverIndex = 0;
   std::string reason;  ///< why it is plain NCCL
-  std::vector<bool> reachable;  ///< by rank
-  std::vector<std::uint64_t> sendSequence, recvSequence;  ///< steered operations, by peer
+  std::atomic<bool> ended{false};  ///< revoked: the mover knows it no more
+  std::vector<bool> reachable;  ///< by rank; itself where it has a mover
+  /// By rank: whether all other ranks can be reached from there. The same on all ranks.
+  std::vector<bool> reachesAll;
+  bool allReachAll = false;
+  /// Numbers of the next operation with each peer: sends and receives, and shares in collectives.
+  std::vector<std::uint64_t> sendSequence, recvSequence;
+  std::vector<std::uint64_t> collectiveSendSequence, collectiveRecvSequence;
 
   std::mutex setupMutex;
   std::unique_ptr<CommSetup> setup;  ///< while the ranks are agreeing; guarded by setupMutex
@@ -57,6 +80,7 @@ struct SteeredComm {
   std::mutex errorMutex;
   Status failed;  ///< set-up failure or a launch that could not be made; guarded by errorMutex
   std::atomic<bool> hasFailed{false};
+  bool removed = false;   ///< guarded by the table's mutex
   std::string lastError;  ///< what ncclGetLastError returns; guarded by errorMutex
 
   PathCounters counters[static_cast<int>(Path::kCount)];
@@ -72,11 +96,17 @@ struct SteeredComm {
   void fail(const Status& status);
 };
 
-/// Communicators by NCCL's handle: look-ups take no lock. Entries are few and live long; a removed
-/// one's memory is kept until the process ends, since another thread may just be looking at it.
+/// Communicators by NCCL's handle: look-ups take no lock. A removed one's memory is kept until many more
+/// have been removed, since another thread may just be looking at it.
 class CommTable {
  public:
   static constexpr std::size_t kCapacity = 1 << 14;  // power of two
+  static constexpr std::size_t kKept = 256;          ///< removed ones
+  /// What the removed ones that are not kept any more had counted.
+  struct Forgotten {
+    std::uint64_t communicators = 0;
+    std::uint64_t ops[static_cast<int>(Path::kCount)] = {}, bytes[static_cast<int>(Path::kCount)] = {};
+  };
 
   [[nodiscard]] SteeredComm* find(ncclComm_t comm) const;
   /// Null if the table is full.
@@ -88,6 +118,10 @@ class CommTable {
     std::lock_guard lock(mutex_);
     for (auto& comm : all_) visit(*comm);
   }
+  [[nodiscard]] Forgotten forgotten() const {
+    std::lock_guard lock(mutex_);
+    return forgotten_;
+  }
 
  private:
   struct Entry {
@@ -96,8 +130,10 @@ class CommTable {
   };
   static std::size_t hash(ncclComm_t comm);
   std::vector<Entry> entries_{kCapacity};
-  std::mutex mutex_;  ///< writers
-  std::vector<std::unique_ptr<SteeredComm>> all_;
+  mutable std::mutex mutex_;  ///< writers
+  std::deque<std::unique_ptr<SteeredComm>> all_;
+  std::size_t removed_ = 0;  ///< of all_
+  Forgotten forgotten_;
 };
 
 }  // namespace hoccl

@@ -24,7 +24,8 @@ constexpr std::size_t kAtPort = 9;
 constexpr std::size_t kAtAddress = 11;
 constexpr std::size_t kAtScope = 27;
 constexpr std::size_t kAtNonce = 31;
-constexpr std::size_t kAtChecksum = 39;
+constexpr std::size_t kAtSequence = 39;
+constexpr std::size_t kAtChecksum = 47;
 constexpr std::size_t kTailBytes = kUniqueIdBytes - kTailOffset;
 static_assert(kAtChecksum + 4 <= kTailBytes);
 
@@ -82,6 +83,7 @@ void writeTail(char id[kUniqueIdBytes], const Tail& tail) {
   std::memcpy(bytes + kAtAddress, tail.address.data(), tail.address.size());
   put(bytes + kAtScope, tail.scopeId);
   put(bytes + kAtNonce, tail.nonce);
+  put(bytes + kAtSequence, tail.sequence);
   put(bytes + kAtChecksum, checksum(bytes));
   std::memcpy(id + kTailOffset, bytes, sizeof bytes);
 }
@@ -100,6 +102,7 @@ bool readTail(const char id[kUniqueIdBytes], Tail* tail) {
   std::memcpy(tail->address.data(), bytes + kAtAddress, tail->address.size());
   tail->scopeId = get<std::uint32_t>(bytes + kAtScope);
   tail->nonce = get<std::uint64_t>(bytes + kAtNonce);
+  tail->sequence = get<std::uint64_t>(bytes + kAtSequence);
   return true;
 }
 

@@ -25,6 +25,8 @@ struct Tail {
   std::array<std::uint8_t, 16> address{};  ///< network byte order; IPv4 uses the first four bytes
   std::uint32_t scopeId = 0;               ///< interface of a link-local IPv6 address
   std::uint64_t nonce = 0;
+  /// Not 0 in the id of a communicator that grows out of another: AgreementKey::splitSequence.
+  std::uint64_t sequence = 0;
 
   bool operator==(const Tail&) const = default;
 };

@@ -5,6 +5,8 @@
 #include <array>
 #include <memory>
 
+#include "common/gpu/exported_allocations.h"
+
 namespace hoccl {
 namespace {
 
@@ -13,6 +15,7 @@ constexpr std::size_t kCacheEntries = 256;  // power of two
 struct CachedExport {
   std::uint64_t allocationId = 0;
   CUdeviceptr base = 0;
+  std::size_t bytes = 0;
   CUipcMemHandle handle{};
 };
 
@@ -50,43 +53,51 @@ Status notExportable(const Driver* driver, const void* pointer) {
                   pointer, kind));
 }
 
+/// Looks an allocation up that this thread has not seen, or whose place another one has taken.
+Status exportAllocation(const Driver* driver, CUdeviceptr address, std::uint64_t id,
+                        CachedExport* out) {
+  CUdeviceptr base = 0;
+  std::size_t size = 0;
+  int capable = 0;
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                 CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+                                 CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE};
+  void* values[] = {&base, &size, &capable};
+  CUipcMemHandle handle{};
+  if (driver->cuPointerGetAttributes(3, names, values, address) != CUDA_SUCCESS || !capable ||
+      driver->cuIpcGetMemHandle(&handle, base) != CUDA_SUCCESS) {
+    return notExportable(driver, reinterpret_cast<const void*>(address));
+  }
+  *out = {id, base, size, handle};
+  ExportedAllocations::ofThisProcess().add(base, size, id);
+  return {};
+}
+
 }  // namespace
 
 Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
                     ExportedBuffer* out) {
   const auto address = reinterpret_cast<CUdeviceptr>(pointer);
   std::uint64_t id = 0;
-  CUdeviceptr base = 0;
-  std::size_t size = 0;
-  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_BUFFER_ID,
-                                 CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                 CU_POINTER_ATTRIBUTE_RANGE_SIZE};
-  void* values[] = {&id, &base, &size};
-  if (driver->cuPointerGetAttributes(3, names, values, address) != CUDA_SUCCESS || id == 0) {
+  if (driver->cuPointerGetAttribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address) != CUDA_SUCCESS ||
+      id == 0) {
     return notExportable(driver, pointer);
   }
-  if (address < base || address - base > size || bytes > size - (address - base)) {
+  CachedExport& cached = cacheEntry(id);
+  if (cached.allocationId != id) {
+    HOCCL_RETURN_IF_ERROR(exportAllocation(driver, address, id, &cached));
+  }
+  if (address < cached.base || address - cached.base > cached.bytes ||
+      bytes > cached.bytes - (address - cached.base)) {
     return Status::error(Code::InvalidArgument,
                          fmt::format("{} bytes at {} reach beyond their allocation of {} bytes at "
                                      "{:#x}",
-                                     bytes, pointer, size, base));
-  }
-  CachedExport& cached = cacheEntry(id);
-  if (cached.allocationId != id || cached.base != base) {
-    int capable = 0;
-    CUpointer_attribute name = CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
-    void* value = &capable;
-    CUipcMemHandle handle{};
-    if (driver->cuPointerGetAttributes(1, &name, &value, address) != CUDA_SUCCESS || !capable ||
-        driver->cuIpcGetMemHandle(&handle, base) != CUDA_SUCCESS) {
-      return notExportable(driver, pointer);
-    }
-    cached = {id, base, handle};
+                                     bytes, pointer, cached.bytes, cached.base));
   }
   out->allocationId = id;
-  out->base = base;
-  out->allocationBytes = size;
-  out->offset = address - base;
+  out->base = cached.base;
+  out->allocationBytes = cached.bytes;
+  out->offset = address - cached.base;
   out->handle = cached.handle;
   return {};
 }

@@ -61,6 +61,7 @@ namespace hoccl {
   X(cuMemHostRegister, cuMemHostRegister_v2)                    \
   X(cuMemHostUnregister, cuMemHostUnregister)                   \
   X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2)    \
+  X(cuPointerGetAttribute, cuPointerGetAttribute)               \
   X(cuPointerGetAttributes, cuPointerGetAttributes)             \
   X(cuIpcGetMemHandle, cuIpcGetMemHandle)                       \
   X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2)                  \
@@ -79,6 +80,10 @@ namespace hoccl {
   X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                    \
   X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                    \
   X(cuMemsetD8, cuMemsetD8_v2)                                  \
+  X(cuModuleLoadData, cuModuleLoadData)                         \
+  X(cuModuleGetFunction, cuModuleGetFunction)                   \
+  X(cuModuleUnload, cuModuleUnload)                             \
+  X(cuLaunchKernel, cuLaunchKernel)                             \
   X(cuEventCreate, cuEventCreate)                               \
   X(cuEventRecord, cuEventRecord)                               \
   X(cuEventSynchronize, cuEventSynchronize)                     \

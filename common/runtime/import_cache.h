@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 
 #include "common/runtime/op.h"
 
@@ -14,10 +15,13 @@ struct Import {
   BufferRef buffer{};
   CUdeviceptr address = 0;
   Status status;
-  std::uint32_t users = 0;     ///< operations that hold it
+  std::uint32_t users = 0;  ///< operations that hold it
   std::uint64_t lastUse = 0;
-  bool stale = false;          ///< its allocation is gone: unmap as soon as nobody holds it
-  Op* waiters = nullptr;       ///< list by Op::next
+  bool stale = false;     ///< its allocation is gone or going: unmap as soon as nobody holds it
+  Op* waiters = nullptr;  ///< list by Op::next
+
+  /// Nobody uses it, and nobody is at mapping it.
+  [[nodiscard]] bool idle() const { return users == 0 && state != State::Pending; }
 };
 
 /// Mapped allocations by identity, bounded; the least recently used idle one goes first (rule 8).
@@ -38,18 +42,29 @@ class ImportCache {
     import.lastUse = ++clock_;
     return &import;
   }
-  void release(Import* import) { --import->users; }
+  void release(Import* import) {
+    --import->users;
+    import->lastUse = ++clock_;
+  }
   Import* find(std::uint64_t allocation) {
     auto position = imports_.find(allocation);
     return position == imports_.end() ? nullptr : &position->second;
   }
+  [[nodiscard]] const Import* find(std::uint64_t allocation) const {
+    auto position = imports_.find(allocation);
+    return position == imports_.end() ? nullptr : &position->second;
+  }
+  [[nodiscard]] bool empty() const { return imports_.empty(); }
   [[nodiscard]] bool crowded() const { return imports_.size() > capacity_ || stale_ > 0; }
+  void markStale(Import* import) {
+    if (!std::exchange(import->stale, true)) ++stale_;
+  }
   /// Takes one idle import out that is stale or, when there are too many, the oldest. False: none.
   bool evict(CUdeviceptr* address) {
     auto victim = imports_.end();
     for (auto i = imports_.begin(); i != imports_.end(); ++i) {
       const Import& import = i->second;
-      if (import.users > 0 || import.state == Import::State::Pending) continue;
+      if (!import.idle()) continue;
       if (import.stale) {
         victim = i;
         break;
@@ -63,6 +78,18 @@ class ImportCache {
     imports_.erase(victim);
     return true;
   }
+  /// Marks idle imports stale that were last used before `since` (a value of `now`); their number.
+  std::size_t markIdle(std::uint64_t since) {
+    std::size_t marked = 0;
+    for (auto& [id, import] : imports_) {
+      if (import.stale || !import.idle() || import.lastUse > since) continue;
+      markStale(&import);
+      ++marked;
+    }
+    return marked;
+  }
+  /// Counts uses, so that two values have a stretch of use between them.
+  [[nodiscard]] std::uint64_t now() const { return clock_; }
 
  private:
   /// An allocation where another one lay means that the other one has been freed.
@@ -72,8 +99,7 @@ class ImportCache {
       const BufferRef& old = import.buffer;
       if (old.allocationBase < fresh.allocationBase + fresh.allocationBytes &&
           fresh.allocationBase < old.allocationBase + old.allocationBytes) {
-        import.stale = true;
-        ++stale_;
+        markStale(&import);
       }
     }
   }

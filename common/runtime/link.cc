@@ -147,9 +147,10 @@ std::uint64_t Link::earlyBytes(std::uint64_t communicator, std::int32_t source,
   return bytes;
 }
 
-void Link::dropEarly(std::uint64_t communicator) {
+void Link::dropEarly(std::uint64_t communicator, std::int32_t source) {
   for (Chunk& chunk : in_) {
     if (!chunk.early || chunk.announcement.communicator != communicator) continue;
+    if (source != kAnyRank && chunk.announcement.source != source) continue;
     chunk.early = false;
     --early_;
   }

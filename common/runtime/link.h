@@ -83,6 +83,8 @@ class LinkOwner {
 /// The staging slots and messages between this mover and one peer's, with the chunks in them.
 class Link {
  public:
+  static constexpr std::int32_t kAnyRank = -1;
+
   Link(LinkOwner* owner, const PeerId& peer) : owner_(owner), peer_(peer) {}
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
@@ -105,8 +107,8 @@ class Link {
   /// How many bytes of that receive lie or arrive here.
   [[nodiscard]] std::uint64_t earlyBytes(std::uint64_t communicator, std::int32_t source,
                                          std::uint64_t pairSequence) const;
-  /// Nobody will want that communicator's early chunks.
-  void dropEarly(std::uint64_t communicator);
+  /// Nobody will want that communicator's early chunks, or only those from one rank.
+  void dropEarly(std::uint64_t communicator, std::int32_t source = kAnyRank);
   /// No further chunk of `op`; copies in flight still end by themselves.
   void forget(Op* op);
   /// The peer announced a chunk. False: the message contradicts the slot's state.

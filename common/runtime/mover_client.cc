@@ -18,6 +18,7 @@
 #include "common/base/log.h"
 #include "common/base/time.h"
 #include "common/base/unix_socket.h"
+#include "common/runtime/live_movers.h"
 
 extern char** environ;
 
@@ -91,6 +92,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   HOCCL_RETURN_IF_ERROR(
       SharedMemory::create("hoccl-segment", Segment::bytesFor(slots), &client->memory_));
   client->segment_ = Segment::create(client->memory_.data(), slots);
+  client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {
     ContextGuard guard(driver, context);
@@ -115,6 +117,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   pthread_sigmask(SIG_SETMASK, &all, &before);
   client->watcher_ = std::thread([self = client.get()] { self->watch(); });
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  LiveMovers::ofThisProcess().add(client.get());
   *out = std::move(client);
   return {};
 }
@@ -177,12 +180,14 @@ Status MoverClient::greet(const std::string& gpuUuid) {
     return Status::error(Code::System,
                          fmt::format("the mover of GPU {}: {}", gpuUuid, getText(reply.text)));
   }
+  up_ = true;
   id_ = reply.mover;
   address_ = getText(reply.address);
   return {};
 }
 
 MoverClient::~MoverClient() {
+  LiveMovers::ofThisProcess().remove(this);
   if (watcher_.joinable()) {
     const std::uint64_t one = 1;
     [[maybe_unused]] ssize_t put = ::write(stopWatch_.get(), &one, sizeof one);
@@ -191,7 +196,9 @@ MoverClient::~MoverClient() {
   socket_.reset();  // tells the mover to end
   if (pid_ > 0 && moverPidfd_) {
     pollfd gone{moverPidfd_.get(), POLLIN, 0};
-    if (::poll(&gone, 1, static_cast<int>(timeoutMs_)) <= 0) ::kill(pid_, SIGKILL);
+    // One that has not answered in its time gets no more of it.
+    const int patience = up_ ? static_cast<int>(timeoutMs_) : 0;
+    if (::poll(&gone, 1, patience) <= 0) ::kill(pid_, SIGKILL);
     siginfo_t info{};
     ::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(moverPidfd_.get()), &info, WEXITED);
   }
@@ -331,15 +338,28 @@ Status MoverClient::communicatorStatus(std::uint32_t index) const {
   return Status::error(code, getText(record.errorText));
 }
 
-bool MoverClient::tryTakeSlot(std::uint64_t sequence, Slot* slot) {
+/// The i-th slot to try after `last`: round in the window of slots last used, whose flags the caches
+/// still know; on to the next window only when all of it is busy.
+std::uint32_t MoverClient::candidate(std::uint32_t last, std::uint32_t i) const {
   const std::uint32_t count = segment_.launchSlots();
-  // Go round in the window of slots last used, whose flags the caches still know; on to the next one
-  // only when all of it is busy.
-  const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
   const std::uint32_t size = std::min(kSlotWindow, count);
   const std::uint32_t window = last / size * size;
-  for (std::uint32_t i = 0; i < count; ++i) {
-    const std::uint32_t index = (window + (i < size ? (last + 1 + i) % size : i)) % count;
+  return (window + (i < size ? (last + 1 + i) % size : i)) % count;
+}
+
+void MoverClient::prefetchLaunch() const {
+  segment_.prefetchPush();
+  const std::uint32_t slot = candidate(nextSlot_.load(std::memory_order_relaxed), 0);
+  const LaunchFlags& flags = segment_.launch(slot);
+  __builtin_prefetch(&flags.start);
+  __builtin_prefetch(&flags.released);
+  __builtin_prefetch(&lastSequence_[slot], 1);
+}
+
+bool MoverClient::tryTakeSlot(std::uint64_t sequence, Slot* slot) {
+  const std::uint32_t last = nextSlot_.load(std::memory_order_relaxed);
+  for (std::uint32_t i = 0; i < segment_.launchSlots(); ++i) {
+    const std::uint32_t index = candidate(last, i);
     std::uint64_t before = lastSequence_[index].load(std::memory_order_acquire);
     if (before > sequence || !segment_.launch(index).free(before)) continue;
     if (lastSequence_[index].compare_exchange_strong(before, sequence, std::memory_order_seq_cst)) {
@@ -385,6 +405,26 @@ void MoverClient::letGo(const Slot& slot) {
   LaunchFlags& flags = segment_.launch(slot.index);
   flags.finish.set(slot.sequence);
   flags.released.set(slot.sequence);
+}
+
+DropRequest MoverClient::askDrop(OpKind kind, std::uint64_t allocation, const Deadline& deadline) {
+  OpDescriptor descriptor;
+  DropRequest request;
+  const std::atomic<std::uint32_t>& dead = segment_.header().moverDead;
+  while (!drops_->take(kind, allocation, &descriptor, &request)) {
+    if (dead.load(std::memory_order_relaxed) || deadline.passed()) return {};
+    ::usleep(kFullNapUs);
+  }
+  while (!segment_.tryPush(descriptor)) {
+    if (dead.load(std::memory_order_relaxed) || deadline.passed()) {
+      drops_->giveBack(request);
+      return {};
+    }
+    ring();
+    ::usleep(kFullNapUs);
+  }
+  ring();
+  return request;
 }
 
 void MoverClient::push(const OpDescriptor& descriptor) {

@@ -16,6 +16,7 @@
 #include "common/base/shared_memory.h"
 #include "common/gpu/host_registration.h"
 #include "common/net/transport.h"
+#include "common/runtime/import_drops.h"
 #include "common/runtime/mover_protocol.h"
 #include "common/runtime/segment.h"
 
@@ -53,10 +54,18 @@ class MoverClient {
   /// What went wrong in that communicator; ok if nothing.
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
 
+  /// Asks the mover to let go of imports (Drop, DropIdle). Sequence 0: it cannot be asked in time, or it
+  /// is dead and has none.
+  DropRequest askDrop(OpKind kind, std::uint64_t allocation, const Deadline& deadline);
+  [[nodiscard]] ImportDrops& drops() const { return *drops_; }
+
   // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
   /// Takes free launch slots, all or none; while too few are free it waits. Error: more than there are
   /// (HOCCL_FLAG_POOL), or the mover is dead.
   Status takeSlots(std::span<Slot* const> slots);
+  /// Asks for the cache lines that the next launch will touch and that the GPU or the mover wrote last,
+  /// so that they arrive while the thread is in the driver.
+  void prefetchLaunch() const;
   /// Device addresses of a slot's flags.
   [[nodiscard]] CUdeviceptr startAddress(const Slot& slot) const {
     return registration_.deviceAddress(segment_.launch(slot.index).start);
@@ -81,6 +90,7 @@ class MoverClient {
   void releaseAll(const std::string& why);
   Status endUnresponsive(std::uint32_t index);
   bool tryTakeSlot(std::uint64_t sequence, Slot* slot);
+  [[nodiscard]] std::uint32_t candidate(std::uint32_t last, std::uint32_t i) const;
 
   const Driver* driver_ = nullptr;
   CUcontext context_ = nullptr;
@@ -90,12 +100,14 @@ class MoverClient {
   HostRegistration registration_;
   UniqueFd bell_, socket_, moverPidfd_, stopWatch_;
   pid_t pid_ = -1;
+  bool up_ = false;  ///< the mover has answered
   PeerId id_;
   std::string address_;
   std::string gpuUuid_;
   std::thread watcher_;
   std::mutex control_;  ///< one request at a time on the socket; never taken on the launch path
 
+  std::unique_ptr<ImportDrops> drops_;
   std::unique_ptr<std::atomic<std::uint64_t>[]> lastSequence_;  ///< by slot
   std::atomic<std::uint64_t> nextSequence_{0};
   std::atomic<std::uint32_t> nextSlot_{0};

@@ -9,6 +9,7 @@
 #include "common/base/log.h"
 #include "common/base/shared_memory.h"
 #include "common/base/unix_socket.h"
+#include "common/net/loopback/loopback_connection.h"
 #include "common/runtime/mover_protocol.h"
 
 namespace hoccl {
@@ -28,6 +29,7 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       application_(d.application),
       applicationPidfd_(std::move(d.applicationPidfd)),
       timeoutMs_(config.timeoutMs),
+      loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
   watch(application_);
   watch(applicationPidfd_.get());
@@ -108,6 +110,11 @@ void MoverControl::handle(ControlRequest& request) {
       if (CUresult result = driver_->cuIpcCloseMemHandle(request.mapped); result != CUDA_SUCCESS) {
         logWarn("{}", driver_->error("cuIpcCloseMemHandle", result).message());
       }
+      {
+        LoopEvent unmapped;
+        unmapped.kind = LoopEvent::Kind::Unmapped;
+        post(std::move(unmapped));
+      }
       return;
     case ControlRequest::Kind::Retire:
       if (auto known = connections_.find(request.peer);
@@ -148,6 +155,15 @@ void MoverControl::linkFailed(const PeerId& peer, const Status& status) {
 void MoverControl::connect(const ControlRequest& request) {
   const PeerId& peer = request.peer;
   if (connections_.count(peer) || connecting_.count(peer) || crossed_.count(peer)) return;
+  if (peer == self_) {
+    std::unique_ptr<Connection> loopback;
+    if (Status status = LoopbackConnection::create(self_, loopback_, &loopback); !status) {
+      linkFailed(peer, status.inContext("no staging memory for operations of a rank with itself"));
+      return;
+    }
+    established(std::move(loopback));
+    return;
+  }
   Attempt attempt{nullptr, Deadline::afterMs(timeoutMs_)};
   if (Status status = transport_->connect(peer, request.address, &attempt.handshake); !status) {
     linkFailed(peer, status.inContext("its mover cannot be reached"));

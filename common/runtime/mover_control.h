@@ -60,6 +60,7 @@ class MoverControl {
   int application_;
   UniqueFd applicationPidfd_;
   std::uint64_t timeoutMs_;
+  StagingGeometry loopback_;
   UniqueFd epoll_;
   std::atomic<bool> stop_{false};
 

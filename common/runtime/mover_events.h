@@ -34,7 +34,7 @@ struct CommunicatorInfo {
 
 /// Control thread to loop.
 struct LoopEvent {
-  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Stop };
+  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Unmapped, Stop };
   Kind kind = Kind::None;
   std::unique_ptr<CommunicatorInfo> communicator;
   PeerId peer;

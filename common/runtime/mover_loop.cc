@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "common/base/log.h"
+#include "common/base/relax_cpu.h"
 #include "common/base/time.h"
 
 namespace hoccl {
@@ -33,7 +34,7 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
       timeoutNs_(config.timeoutMs * 1'000'000),
       launches_(d.segment.launchSlots()),
       communicators_(kMaxCommunicators),
-      imports_(config.importCache) {
+      imports_(d.segment, config.importCache, config.importIdleMs * 1'000'000) {
   out_.lanes = std::move(d.out);
   in_.lanes = std::move(d.in);
   out_.depth = in_.depth = static_cast<std::uint32_t>(config.laneDepth);
@@ -51,6 +52,7 @@ void MoverLoop::run() {
     moved |= progressLinks();
     if (!closable_.empty()) acknowledgeCloses();
     if (!dying_.empty() || abandoned_) takeLeave();
+    if (imports_.work()) unmapImports();
     if (stopping_) tryStop();
     rest(moved);
   }
@@ -93,7 +95,7 @@ bool MoverLoop::takeEvents() {
       case LoopEvent::Kind::Imported: {
         Import* import = imports_.find(event.allocation);
         if (!import) break;
-        import->address = event.address;
+        import->address = event.status ? event.address : 0;
         import->status = event.status;
         segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
         // While it is pending, an operation that ends takes itself off the list, and going on with one
@@ -108,8 +110,10 @@ bool MoverLoop::takeEvents() {
           arrived(op, Op::kForImport);
         }
         import->state = event.status ? Import::State::Ready : Import::State::Failed;
+        imports_.settled();
         break;
       }
+      case LoopEvent::Kind::Unmapped: imports_.unmapped(); break;
       case LoopEvent::Kind::Stop:
         stopping_ = true;
         stopDeadlineNs_ = monotonicNs() + timeoutNs_;
@@ -175,8 +179,16 @@ void MoverLoop::rest(bool moved) {
   }
   const std::uint64_t now = monotonicNs();
   if (lastProgressNs_ == 0) lastProgressNs_ = now;
+  imports_.sweep(now);
+  while (const Import* import = imports_.waitedFor(now)) {
+    imports_.describe(import, describeUsers(import));
+  }
+  if (imports_.work()) return;
   const bool copying = out_.inFlight + in_.inFlight > 0;
-  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) return;
+  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) {
+    relaxCpu();
+    return;
+  }
 
   bool active = pendingOps_ > 0 || !requests_.empty() || !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) active = active || link->active();
@@ -187,10 +199,13 @@ void MoverLoop::rest(bool moved) {
   if (sleep) header.moverSleeps.store(1, std::memory_order_seq_cst);
   if (!sleep || (segment_.empty() && queues_->toLoop.empty())) {
     napNs_ = std::clamp(napNs_ * 2, kFirstNapNs, std::max(kFirstNapNs, pollMaxNs_));
-    const timespec nap{static_cast<time_t>(napNs_ / 1'000'000'000),
-                       static_cast<long>(napNs_ % 1'000'000'000)};
+    // Imports that may become idle bound even the sleep.
+    const std::uint64_t sweepAt = imports_.sweepAtNs();
+    const std::uint64_t restNs = sleep ? std::max(sweepAt, now) - now : napNs_;
+    const timespec nap{static_cast<time_t>(restNs / 1'000'000'000),
+                       static_cast<long>(restNs % 1'000'000'000)};
     pollfd bell{queues_->loopEventFd, POLLIN, 0};
-    if (::ppoll(&bell, 1, sleep ? nullptr : &nap, nullptr) > 0) {
+    if (::ppoll(&bell, 1, sleep && sweepAt == 0 ? nullptr : &nap, nullptr) > 0) {
       std::uint64_t rings = 0;
       [[maybe_unused]] ssize_t got = ::read(queues_->loopEventFd, &rings, sizeof rings);
       lastProgressNs_ = 0;
@@ -274,6 +289,10 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
       }
       closable_.push_back(descriptor.communicator);
       return;
+    case OpKind::Drop:
+    case OpKind::DropIdle:
+      imports_.drop(descriptor);
+      return;
     case OpKind::Send:
     case OpKind::Recv: {
       Launch* launch = launchOf(descriptor);
@@ -320,7 +339,7 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   ++communicator.pending;
 
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(descriptor.peer)];
-  PairWindow& window = op->send() ? pair.sends : pair.receives;
+  PairWindows& window = op->send() ? pair.sends : pair.receives;
   PairWindow::Entry* entry = window.find(descriptor.pairSequence);
   if (!entry || entry->op) {
     // In no window, so that failing the communicator does not reach it.
@@ -351,7 +370,7 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   bool fresh = false;
   op->import = imports_.acquire(descriptor.buffer, &fresh);
   if (fresh) {
-    evictImports();
+    unmapImports();
     ControlRequest import;
     import.kind = ControlRequest::Kind::Import;
     import.buffer = descriptor.buffer;
@@ -399,11 +418,11 @@ void MoverLoop::mismatch(Communicator& communicator, Link* link, std::int32_t pe
     link->send(message);
   }
   failCommunicator(communicator, Code::InvalidArgument,
-                   fmt::format("{} of {} bytes {} {} met a {} of {} bytes there (steered operation {} "
-                               "of this pair): the two ranks' counts differ",
+                   fmt::format("{} of {} bytes {} {} met a {} of {} bytes there ({}): the "
+                               "two ranks' counts differ",
                                send ? "send" : "receive", own, send ? "to" : "from",
                                describePeer(communicator, peer), send ? "receive" : "send", theirs,
-                               pairSequence));
+                               describeSequence(pairSequence)));
 }
 
 void MoverLoop::arrived(Op* op, Op::Waiting what) {
@@ -579,10 +598,10 @@ void MoverLoop::onFailed(const Message& message) {
     case FailReason::SizeMismatch:
       failCommunicator(
           *communicator, Code::InvalidArgument,
-          fmt::format("{} of {} bytes met a {} of {} bytes by {} (steered operation {} of this pair): "
-                      "the two ranks' counts differ",
+          fmt::format("{} of {} bytes met a {} of {} bytes by {} ({}): the two ranks' counts differ",
                       message.offset ? "receive" : "send", message.length,
-                      message.offset ? "send" : "receive", message.bytes, who, message.pairSequence));
+                      message.offset ? "send" : "receive", message.bytes, who,
+                      describeSequence(message.pairSequence)));
       return;
     case FailReason::Aborted:
       pairEnded(*communicator, message.source, true,
@@ -645,6 +664,11 @@ void MoverLoop::pairEnded(Communicator& communicator, std::int32_t peer, bool ta
   // Once more when the peer first aborts and then dies: what had been announced may now be torn.
   if (!pair.dead) pair.why = fmt::format("{}: {}", describePeer(communicator, peer), why);
   pair.dead = true;
+  if (!takeAnnounced) {
+    // Nor by a receive that comes only now: the copy behind an announcement may never be made.
+    const auto link = links_.find(communicator.info.peers[static_cast<std::size_t>(peer)].mover);
+    if (link != links_.end()) link->second->dropEarly(communicator.info.id, peer);
+  }
   bool doomed = false;
   pair.sends.forEach([&](PairWindow::Entry& entry) {
     doomed = doomed || (entry.op && entry.op->issued < entry.op->descriptor.bytes);
@@ -738,15 +762,45 @@ void MoverLoop::request(ControlRequest request) {
   [[maybe_unused]] ssize_t put = ::write(queues_->controlEventFd, &one, sizeof one);
 }
 
-void MoverLoop::evictImports() {
-  CUdeviceptr address = 0;
-  while (imports_.crowded() && imports_.evict(&address)) {
-    if (!address) continue;
+void MoverLoop::unmapImports() {
+  for (CUdeviceptr address = 0; imports_.nextUnmap(&address);) {
     ControlRequest unmap;
     unmap.kind = ControlRequest::Kind::Unmap;
     unmap.mapped = address;
     request(std::move(unmap));
   }
+}
+
+/// The operations that hold an import, for somebody who waits until it can go.
+std::string MoverLoop::describeUsers(const Import* import) const {
+  const Op* first = nullptr;
+  auto look = [&](const PairWindow::Entry& entry) {
+    if (!first && entry.op && entry.op->import == import) first = entry.op;
+  };
+  for (const auto& communicator : communicators_) {
+    if (!communicator) continue;
+    for (Communicator::Pair& pair : communicator->pairs) {
+      pair.sends.forEach(look);
+      pair.receives.forEach(look);
+    }
+  }
+  if (!first) return fmt::format("{} operations", import->users);
+  const char* why = "its bytes are on the way";
+  if (first->waiting & Op::kForStart) {
+    why = "its stream has not reached it";
+  } else if (first->waiting & Op::kForLink) {
+    why = "the connection to the peer's mover does not stand yet";
+  } else if (first->waiting & Op::kForImport) {
+    why = "its buffer is just being mapped";
+  } else if (first->send() && !first->matched) {
+    why = "the peer has not called its receive";
+  } else if (!first->send() && first->announced == 0) {
+    why = "the peer has sent nothing";
+  }
+  const OpDescriptor& d = first->descriptor;
+  return fmt::format("{} operation{}, the first a {} of {} bytes {} {}: {}", import->users,
+                     import->users == 1 ? "" : "s", first->send() ? "send" : "receive", d.bytes,
+                     first->send() ? "to" : "from", describePeer(*first->communicator, d.peer), why);
 }
 
 }  // namespace hoccl

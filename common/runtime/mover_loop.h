@@ -11,7 +11,7 @@
 #include "common/base/config.h"
 #include "common/gpu/host_registration.h"
 #include "common/gpu/lane.h"
-#include "common/runtime/import_cache.h"
+#include "common/runtime/import_keeper.h"
 #include "common/runtime/link.h"
 #include "common/runtime/mover_events.h"
 #include "common/runtime/op.h"
@@ -23,7 +23,7 @@ namespace hoccl {
 /// A communicator inside the loop.
 struct Communicator {
   struct Pair {
-    PairWindow sends, receives;
+    PairWindows sends, receives;
     bool dead = false;
     std::string why;
   };
@@ -101,7 +101,8 @@ class MoverLoop final : public LinkOwner {
   std::string describePeer(const Communicator& communicator, std::int32_t peer) const;
 
   void request(ControlRequest request);
-  void evictImports();
+  void unmapImports();
+  std::string describeUsers(const Import* import) const;
 
   Segment segment_;
   HostRegistration* segmentRegistration_;
@@ -121,7 +122,7 @@ class MoverLoop final : public LinkOwner {
     std::uint64_t sinceNs;
   };
   std::vector<Dying> dying_;  ///< peers that went, until what they sent before has been taken
-  ImportCache imports_;
+  ImportKeeper imports_;
   std::vector<ControlRequest> requests_;  ///< those the queue had no room for
   std::uint32_t pendingOps_ = 0;
   bool abandoned_ = false;   ///< a dead peer's link is still there

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace hoccl {
@@ -62,5 +63,35 @@ class PairWindow {
   std::uint64_t first_ = 0;
   std::uint64_t used_ = 0;
 };
+
+/// Set in the sequence numbers that a pair's share in collectives takes. NCCL matches a pair's sends and
+/// receives among themselves and collectives among themselves: two ranks may call a collective and a
+/// send in different orders within a group, so the two kinds are counted apart.
+inline constexpr std::uint64_t kCollectiveSequence = 1ull << 63;
+
+/// Both kinds of one pair and direction.
+class PairWindows {
+ public:
+  using Entry = PairWindow::Entry;
+
+  Entry* find(std::uint64_t sequence) { return of(sequence).find(sequence & ~kCollectiveSequence); }
+  void finish(std::uint64_t sequence) { of(sequence).finish(sequence & ~kCollectiveSequence); }
+  template <typename Visit>
+  void forEach(Visit visit) {
+    for (PairWindow& window : windows_) window.forEach(visit);
+  }
+
+ private:
+  PairWindow& of(std::uint64_t sequence) {
+    return windows_[(sequence & kCollectiveSequence) != 0 ? 1 : 0];
+  }
+  PairWindow windows_[2];
+};
+
+/// "collective 7 of this pair", for messages.
+inline std::string describeSequence(std::uint64_t sequence) {
+  return (sequence & kCollectiveSequence ? "share in steered collective " : "steered send/receive ") +
+         std::to_string(sequence & ~kCollectiveSequence) + " of this pair";
+}
 
 }  // namespace hoccl

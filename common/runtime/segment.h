@@ -16,10 +16,11 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 2;
+inline constexpr std::uint32_t kSegmentVersion = 3;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
+inline constexpr std::uint32_t kDropSlots = 32;
 
 /// The flags of one launch slot. A launch is all steered operations of one outermost group on one
 /// stream. `start` is written by the user's stream, `finish` by a copy lane or the mover, and
@@ -43,6 +44,8 @@ enum class OpKind : std::uint32_t {
   ExtraStream = 3,  ///< one more stream of a group's launch: it has a start and a finish of its own
   Abort = 4,        ///< end every operation of a communicator now, then acknowledge
   Close = 5,        ///< acknowledge when no operation of the communicator is left
+  Drop = 6,         ///< unmap buffer.allocationId once no operation uses it; answered in a DropSlot
+  DropIdle = 7,     ///< unmap every import that no operation uses; answered in a DropSlot
 };
 
 /// A device buffer as the mover can find it: the allocation's identity and where in it.
@@ -88,6 +91,17 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
 };
 
+/// One request to let go of imports (Drop, DropIdle), and its answer. The descriptor names the slot in
+/// launchSlot and the request in launchSequence.
+struct alignas(kCacheLine) DropSlot {
+  /// Sequence of the last request here; the application takes the slot when `done` has reached it.
+  std::atomic<std::uint64_t> request;
+  std::atomic<std::uint64_t> described;  ///< the request that `pending` tells about
+  std::atomic<std::uint64_t> unmapped;   ///< imports; complete before `done` is set
+  Flag done;         ///< nothing of it is mapped any more
+  char pending[256]; ///< what the mover waits for first; complete before `described` is set
+};
+
 struct alignas(kCacheLine) SegmentHeader {
   std::uint64_t magic;
   std::uint32_t version;
@@ -100,7 +114,8 @@ struct alignas(kCacheLine) SegmentHeader {
   std::atomic<std::uint32_t> moverDead;  ///< set by the application's watcher thread
   // What the mover did, for `hoccl` and the tests.
   alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
-  std::atomic<std::uint64_t> chunksOut, chunksIn, imports;
+  std::atomic<std::uint64_t> chunksOut, chunksIn, imports, unmaps;
+  DropSlot drops[kDropSlots];
 };
 
 /// Offsets and typed views of a mapped segment. Does not own the mapping.
@@ -129,6 +144,14 @@ class Segment {
 
   /// Application side, any thread: appends an operation. False while the ring is full.
   [[nodiscard]] bool tryPush(const OpDescriptor& op) const;
+  /// Asks for the cache lines the next tryPush writes; the mover had them last.
+  void prefetchPush() const {
+    const std::uint64_t position = header().opTail.load(std::memory_order_relaxed);
+    const auto* entry = reinterpret_cast<const std::byte*>(&ring_[position % kOpRingEntries]);
+    for (std::size_t at = 0; at < sizeof(OpRingEntry); at += kCacheLine) {
+      __builtin_prefetch(entry + at, 1);
+    }
+  }
   /// Mover side, one thread: takes the oldest operation. False when there is none.
   [[nodiscard]] bool tryPop(OpDescriptor* op) const;
   [[nodiscard]] bool empty() const;

@@ -135,5 +135,30 @@ TEST(Rule8, AnAllocationInAnothersPlaceMakesThatOneStale) {
   }
 }
 
+TEST(Rule8, WhatIsIdleIsMarkedAndTakenOut) {
+  ImportCache cache(8);
+  cache.release(mapped(cache, 1));
+  const std::uint64_t since = cache.now();
+  Import* used = mapped(cache, 2);
+  cache.release(mapped(cache, 3));
+  bool fresh = false;
+  cache.release(cache.acquire(allocation(4), &fresh));  // still being mapped
+  EXPECT_EQ(cache.markIdle(since), 1u) << "only what was not used since";
+  CUdeviceptr gone = 0;
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0x1001u);
+  EXPECT_FALSE(cache.evict(&gone));
+  EXPECT_EQ(cache.markIdle(cache.now()), 1u) << "neither what is used nor what is being mapped";
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0x1003u);
+  cache.markStale(used);
+  cache.markStale(used);
+  EXPECT_FALSE(cache.evict(&gone)) << "stale, but used";
+  cache.release(used);
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0x1002u);
+  EXPECT_FALSE(cache.crowded());
+}
+
 }  // namespace
 }  // namespace hoccl

@@ -7,10 +7,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <memory>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "common/runtime/chunk_plan.h"
+#include "test/unit/fake_lanes.h"
+#include "test/unit/fake_memory.h"
+#include "test/unit/fake_peer.h"
+#include "test/unit/fake_transport.h"
 #include "test/unit/fakes.h"
 
 namespace hoccl {

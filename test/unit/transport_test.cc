@@ -4,16 +4,24 @@
 #include "common/net/transport.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "common/base/shared_memory.h"
 #include "common/base/unix_socket.h"
 #include "common/net/shm/shm_transport.h"
+#include "test/unit/fake_memory.h"
 #include "test/unit/fakes.h"
 
 namespace hoccl {

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <optional>
 
 #include "test/e2e/rank/check.h"
 
@@ -49,6 +50,26 @@ const DriverApi& cuda() {
 }
 
 void useDevice() { REQUIRE_CU(cuda().ctxSetCurrent(cuda().context)); }
+
+namespace {
+std::optional<std::uint64_t> smOpsBefore;
+
+std::uint64_t allSmOps() {
+  HocclEmuCounters counters{};
+  if (!cuda().sessionCounters) return 0;  // a real driver counts none
+  REQUIRE_CU(cuda().sessionCounters(0, &counters));
+  return counters.smOps;
+}
+}  // namespace
+
+std::uint64_t smOps() {
+  REQUIRE(cuda().sessionCounters && smOpsBefore, "no emulated driver, or no communicator yet");
+  return allSmOps() - *smOpsBefore;
+}
+
+void markSmOps() {
+  if (!smOpsBefore) smOpsBefore = allSmOps();
+}
 
 CUstream newStream() {
   CUstream stream = nullptr;

@@ -45,6 +45,11 @@ const DriverApi& cuda();
 /// Device 0's primary context becomes current in this thread, too.
 void useDevice();
 
+/// SM operations of all ranks since the first call of markSmOps: after a communicator is made, since
+/// each process runs HOCCL's wait kernel once before that.
+std::uint64_t smOps();
+void markSmOps();
+
 CUstream newStream();
 /// Everything on the stream has run.
 bool streamIdle(CUstream stream);

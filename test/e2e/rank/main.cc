@@ -21,7 +21,8 @@ int main(int argc, char** argv) {
   }
   for (const auto* list :
        {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
-        &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios}) {
+        &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios,
+        &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

@@ -12,7 +12,11 @@ namespace e2e {
   X(ncclGetUniqueId)          \
   X(ncclCommInitRank)         \
   X(ncclCommInitRankConfig)   \
+  X(ncclCommInitAll)          \
+  X(ncclCommInitRankScalable) \
   X(ncclCommSplit)            \
+  X(ncclCommShrink)           \
+  X(ncclCommRevoke)           \
   X(ncclCommFinalize)         \
   X(ncclCommDestroy)          \
   X(ncclCommAbort)            \
@@ -24,7 +28,13 @@ namespace e2e {
   X(ncclGroupEnd)             \
   X(ncclSend)                 \
   X(ncclRecv)                 \
-  X(ncclAllReduce)
+  X(ncclAllReduce)            \
+  X(ncclAllGather)            \
+  X(ncclAlltoAll)             \
+  X(ncclGather)               \
+  X(ncclScatter)              \
+  X(ncclBroadcast)            \
+  X(ncclBcast)
 
 struct NcclApi {
 #define X(name) decltype(&::name) name = nullptr;

@@ -84,6 +84,7 @@ ncclComm_t Rank::communicator(const std::string& name) const {
   ncclComm_t comm = nullptr;
   const ncclUniqueId id = uniqueId(name);
   REQUIRE_NCCL(nccl().ncclCommInitRank(&comm, ranks, id, rank));
+  markSmOps();
   return comm;
 }
 

@@ -62,6 +62,8 @@ struct Scenario {
   void (*run)(const Rank& rank);
 };
 extern const std::vector<Scenario> kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
-    kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios;
+    kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
+    kFreesScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
+    kAbortStormScenarios;
 
 }  // namespace e2e

@@ -139,7 +139,7 @@ void strict(const Rank& rank) {
   say("error", nccl().ncclGetLastError(comm));
   awaitStream(stream, "after the refused operation", 2000);
   exchange(rank, comm, kSmall, 2);
-  // To itself is not steerable, nor is a reduction.
+  // Strict mode says nothing of what a rank does with itself, nor of a reduction.
   Buffer in(kSteered, 1), sums(kSteered, 0);
   buffer.fill(7, stream);
   in.poison(stream);

@@ -99,7 +99,7 @@ void bothWays(const Rank& rank) {
   CUdevice device = 0;
   HocclEmuCounters counters{};
   if (!cuda().sessionCounters || cuda().sessionCounters(device, &counters) != CUDA_SUCCESS) return;
-  say("smOps", std::to_string(counters.smOps));
+  say("smOps", std::to_string(smOps()));
   say("h2dUnder32KiB", std::to_string(counters.h2dUnder32KiB));
 }
 

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/runtime/import_cache.h"
+#include "common/runtime/segment.h"
+
+namespace hoccl {
+
+/// The loop's imports over their whole life: which are mapped, which have to go, and who in the
+/// application waits until they have gone (rule 8). Unmapping itself is the control thread's, in
+/// the order in which `nextUnmap` gives it out.
+///
+/// An import is taken out only in `nextUnmap`, between two rounds of the loop: pointers to it that
+/// an operation or a function of the loop holds stay good until then.
+class ImportKeeper {
+ public:
+  /// `idleNs`: imports not used for so long (up to twice that) go; 0: they stay.
+  ImportKeeper(Segment segment, std::size_t capacity, std::uint64_t idleNs);
+
+  /// As ImportCache.
+  Import* acquire(const BufferRef& buffer, bool* fresh);
+  void release(Import* import);
+  [[nodiscard]] Import* find(std::uint64_t allocation) { return cache_.find(allocation); }
+  /// An import has become Ready or Failed.
+  void settled() { work_ = true; }
+
+  /// Takes a Drop or DropIdle.
+  void drop(const OpDescriptor& descriptor);
+  /// An import that a drop has been waiting for long enough for somebody to ask why; null: none.
+  [[nodiscard]] const Import* waitedFor(std::uint64_t nowNs) const;
+  /// Why it is still there, for those who stop waiting. Once for each drop.
+  void describe(const Import* import, const std::string& text);
+
+  /// Something may have to be unmapped.
+  [[nodiscard]] bool work() const { return work_; }
+  /// The next address to unmap; false when there is none, and then drops that waited for an import
+  /// have gone on.
+  bool nextUnmap(CUdeviceptr* address);
+  /// The oldest of those given out is unmapped.
+  void unmapped();
+
+  /// Marks what has been idle for too long, once its time has come.
+  void sweep(std::uint64_t nowNs);
+  /// When `sweep` has to be called next; 0: not before there are imports again.
+  [[nodiscard]] std::uint64_t sweepAtNs() const { return sweepAtNs_; }
+
+ private:
+  static constexpr std::uint64_t kNotYet = ~0ull;
+  struct PendingDrop {
+    std::uint32_t slot;
+    std::uint64_t sequence;
+    std::uint64_t allocation;    ///< that has to be out of the cache first; 0: none
+    std::uint64_t askedBefore;   ///< unmaps given out when it came
+    std::uint64_t describeAtNs;  ///< 0 once that is done
+    /// Once everything of it is out of the cache: the unmap that has to be done, the last one given
+    /// out.
+    std::uint64_t until = kNotYet;
+  };
+  void answerDrops();
+
+  Segment segment_;
+  ImportCache cache_;
+  std::vector<PendingDrop> drops_;
+  bool work_ = false;
+  std::uint64_t unmapsAsked_ = 0, unmapsDone_ = 0;
+  std::uint64_t idleNs_;
+  std::uint64_t sweepAtNs_ = 0;
+  std::uint64_t sweptAt_ = 0;  ///< the cache's clock at the last sweep
+};
+
+}  // namespace hoccl

@@ -1,0 +1,115 @@
+#include "plugin-tuner/open_group.h"
+
+#include <time.h>
+
+#include "common/base/log.h"
+#include "plugin-tuner/call_support.h"
+#include "plugin-tuner/communicators.h"
+#include "plugin-tuner/real_nccl.h"
+
+namespace hoccl {
+namespace {
+
+/// On non-blocking communicators NCCL may still be launching; the waits have to come after.
+ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
+  for (const PendingOp& op : launcher.ops()) {
+    while (result == ncclInProgress) {
+      ncclResult_t state = ncclSuccess;
+      const ncclResult_t asked =
+          callReal(realNccl.ncclCommGetAsyncError, op.comm->comm, &state);
+      if (asked != ncclSuccess) return asked;
+      if (state != ncclInProgress) break;
+      const timespec nap{0, 20'000};
+      ::nanosleep(&nap, nullptr);
+    }
+  }
+  return result;
+}
+
+ncclResult_t endOutermost(OpenGroup& open) {
+  if (open.failed != ncclSuccess) {
+    // As with NCCL nothing of the group happens. The peers count its operations: the communicators
+    // cannot go on.
+    for (const PendingOp& op : open.launcher.ops()) {
+      op.comm->fail(Status::error(Code::Aborted, "a call in the same group failed"));
+    }
+    const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+    return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
+  }
+  if (open.launcher.empty()) return callReal(realNccl.ncclGroupEnd);
+  SteeredComm& first = *open.launcher.ops().front().comm;
+  if (!open.real) {
+    // NCCL has nothing in this group.
+    const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+    if (Status status = open.launcher.launch(); !status) return refuse(first, launchFailed(status));
+    return result;
+  }
+  Status status = open.launcher.start();
+  if (!status) (void)launchFailed(status);
+  ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+  if (!status) return refuse(first, status);
+  result = untilLaunched(open.launcher, result);
+  if (Status waited = open.launcher.wait(); !waited) return refuse(first, launchFailed(waited));
+  return result;
+}
+
+}  // namespace
+
+OpenGroup& openGroup() {
+  thread_local OpenGroup open;
+  return open;
+}
+
+Status launchFailed(const Status& status) {
+  // The peers count this operation as well: the communicator cannot go on.
+  for (const PendingOp& op : openGroup().launcher.ops()) op.comm->fail(status);
+  logError("{}", status.message());
+  return status;
+}
+
+ncclResult_t noteResult(ncclResult_t result) {
+  if (insideReal()) return result;
+  OpenGroup& open = openGroup();
+  if (open.depth > 0 && open.failed == ncclSuccess && result != ncclSuccess &&
+      result != ncclInProgress) {
+    open.failed = result;
+  }
+  return result;
+}
+
+ncclResult_t groupStart() {
+  if (!insideReal()) ++openGroup().depth;
+  return callReal(realNccl.ncclGroupStart);
+}
+
+ncclResult_t groupEnd() {
+  if (insideReal()) return callReal(realNccl.ncclGroupEnd);
+  OpenGroup& open = openGroup();
+  if (open.depth > 1 || open.depth == 0) {  // 0: a call too many, which NCCL reports
+    if (open.depth > 0) --open.depth;
+    return callReal(realNccl.ncclGroupEnd);
+  }
+  open.depth = 0;
+  const ErrnoKeeper keeper;
+  ncclResult_t result = endOutermost(open);
+  open.launcher.clear();
+  open.real = false;
+  open.failed = ncclSuccess;
+  if (open.creations.empty()) return result;
+
+  std::vector<Creation> creations;
+  creations.swap(open.creations);
+  if (result != ncclSuccess && result != ncclInProgress) return result;
+  std::vector<SteeredComm*> comms;
+  for (const Creation& creation : creations) {
+    if (!creation.handle || !*creation.handle) continue;
+    if (SteeredComm* comm = adoptCommunicator(*creation.handle, creation)) comms.push_back(comm);
+  }
+  if (result != ncclInProgress) result = finishSetups(comms);
+  for (const Creation& creation : creations) {
+    if (!creation.handle) onlyAnswerRollCall(creation);
+  }
+  return result;
+}
+
+}  // namespace hoccl

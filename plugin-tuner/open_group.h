@@ -1,0 +1,40 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <memory>
+#include <vector>
+
+#include "plugin-tuner/launcher.h"
+
+namespace hoccl {
+
+/// A communicator whose creation NCCL finishes at the outermost ncclGroupEnd.
+struct Creation {
+  ncclComm_t* handle = nullptr;  ///< null: this rank only answers the roll call of a split
+  AgreementKey key;
+  Tail root;
+  bool hasRoot = false;
+  std::shared_ptr<const RollCall> rollCall;
+};
+
+/// One thread's open group.
+struct OpenGroup {
+  int depth = 0;
+  bool real = false;  ///< an operation or creation in it stays with NCCL
+  ncclResult_t failed = ncclSuccess;  ///< the first call in it that failed: then none of it is launched
+  Launcher launcher;
+  std::vector<Creation> creations;
+};
+/// This thread's.
+OpenGroup& openGroup();
+
+ncclResult_t groupStart();
+ncclResult_t groupEnd();
+
+/// A call that fails inside a group fails the group. Returns `result`.
+ncclResult_t noteResult(ncclResult_t result);
+/// Fails the communicators of a launch that could not be made, since their peers count it; logs why.
+Status launchFailed(const Status& status);
+
+}  // namespace hoccl

@@ -1,0 +1,155 @@
+#include "plugin-tuner/steered_call.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "common/base/log.h"
+#include "common/runtime/pair_window.h"
+#include "plugin-tuner/call_support.h"
+#include "plugin-tuner/communicators.h"
+#include "plugin-tuner/process_core.h"
+#include "plugin-tuner/real_nccl.h"
+
+namespace hoccl {
+
+SteeredCall::SteeredCall(ncclComm_t handle, cudaStream_t stream) : stream_(stream) {
+  if (!insideReal()) comm_ = ProcessCore::get().comms().find(handle);
+}
+
+bool SteeredCall::answer(const Status& status) {
+  result_ = refuse(*comm_, status);
+  return true;
+}
+
+/// Where the call goes. Depends only on what all ranks concerned see alike, and on capture, which NCCL
+/// makes a property of all ranks.
+Path SteeredCall::choose(Pairs pairs) const {
+  if (bytes_ < ProcessCore::get().config().minBytes) return Path::NcclSmall;
+  const auto rank = static_cast<std::size_t>(pairs.rank);
+  const bool known = pairs.kind == Pairs::Kind::All || (pairs.rank >= 0 && pairs.rank < comm_->ranks);
+  if (!known) return Path::NcclPair;
+  if (pairs.kind == Pairs::Kind::Peer) {
+    if (!comm_->steering()) return Path::NcclUnsteered;
+    if (!comm_->reachable[rank]) return Path::NcclPair;
+  } else {
+    if (comm_->reachesAll.empty()) return Path::NcclUnsteered;
+    const bool all = pairs.kind == Pairs::Kind::All ? comm_->allReachAll : comm_->reachesAll[rank];
+    if (!all) return comm_->steering() ? Path::NcclPair : Path::NcclUnsteered;
+    if (!comm_->steering()) return Path::NcclUnsteered;
+  }
+  CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult asked = driver_->cuStreamIsCapturing(stream_, &capture);
+  // The legacy stream cannot be asked while another stream is captured; that, too, is a capture. Any
+  // other error is this rank's alone, and the launch will report it: passing the call to NCCL would leave
+  // the others waiting on the other path.
+  if (asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
+      (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)) {
+    return Path::NcclCapture;
+  }
+  return Path::Staged;
+}
+
+/// Whether HOCCL_STRICT makes an error of the call: by kind and size it could have been steered.
+bool SteeredCall::strictRefuses(Path path, Pairs pairs) const {
+  const Config& config = ProcessCore::get().config();
+  if (!config.strict || bytes_ < config.minBytes) return false;
+  if (path != Path::NcclUnsteered && path != Path::NcclPair) return false;
+  if (pairs.kind == Pairs::Kind::All) return true;
+  if (pairs.rank < 0 || pairs.rank >= comm_->ranks) return false;  // NCCL says what is wrong with it
+  return pairs.kind == Pairs::Kind::Root || pairs.rank != comm_->rank;
+}
+
+bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std::size_t count) {
+  if (insideReal()) return false;
+  OpenGroup& open = openGroup();
+  if (!comm_) {
+    open.real = true;
+    return false;
+  }
+  if (comm_->settingUp.load(std::memory_order_acquire)) {
+    // An application that did not wait for its non-blocking communicator: the verdict has to come first.
+    result_ = finishSetups({comm_});
+    if (result_ != ncclSuccess) return true;
+  }
+  const std::size_t element = typeBytes(type);
+  bytes_ = element * count;
+  if (comm_->steering()) {
+    comm_->mover->prefetchLaunch();
+    (void)Driver::load(&driver_);
+    // A thread may call without a current context, or with another device's.
+    context_.emplace(driver_, comm_->context);
+  }
+  const Path path = element == 0 ? Path::NcclPair : choose(pairs);
+  if (path != Path::Staged) {
+    if (strictRefuses(path, pairs)) {
+      const Status unsteered = Status::error(
+          Code::Unsupported,
+          fmt::format("HOCCL_STRICT=1: {}{} of {} bytes is not steered: {}", verb,
+                      pairs.kind == Pairs::Kind::Peer ? fmt::format(" rank {}", pairs.rank) : "",
+                      bytes_,
+                      path == Path::NcclUnsteered
+                          ? comm_->reason
+                          : "no transport connects all the ranks between which it moves data"));
+      logError("rank {} of {}: {}", comm_->rank, comm_->ranks, unsteered.message());
+      return answer(unsteered);
+    }
+    comm_->count(path, bytes_);
+    open.real = true;
+    return false;
+  }
+  if (Status status = comm_->health(); !status) {
+    logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
+    return answer(status);
+  }
+  return true;
+}
+
+bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, ExportedBuffer* out) {
+  if (Status status = exportBuffer(driver_, buffer, bytes, out); !status) {
+    logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
+    answer(status);
+    return false;
+  }
+  return true;
+}
+
+void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer,
+                      bool collective) {
+  PendingOp op;
+  op.comm = comm_;
+  op.stream = stream_;
+  OpDescriptor& d = op.descriptor;
+  d.kind = kind;
+  d.communicator = comm_->moverIndex;
+  d.peer = peer;
+  d.bytes = bytes_;
+  const auto index = static_cast<std::size_t>(peer);
+  if (collective) {
+    auto& sequences =
+        kind == OpKind::Send ? comm_->collectiveSendSequence : comm_->collectiveRecvSequence;
+    d.pairSequence = sequences[index]++ | kCollectiveSequence;
+  } else {
+    auto& sequences = kind == OpKind::Send ? comm_->sendSequence : comm_->recvSequence;
+    d.pairSequence = sequences[index]++;
+  }
+  d.buffer.allocationId = buffer.allocationId;
+  d.buffer.allocationBase = buffer.base;
+  d.buffer.allocationBytes = buffer.allocationBytes;
+  d.buffer.offset = buffer.offset + offset;
+  std::memcpy(d.buffer.ipcHandle, &buffer.handle, sizeof d.buffer.ipcHandle);
+  openGroup().launcher.add(op);
+}
+
+ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {
+  comm_->count(Path::Staged, movedBytes);
+  OpenGroup& open = openGroup();
+  if (open.depth > 0) return ncclSuccess;
+  if (Status status = open.launcher.launch(comm_->context); !status) {
+    result_ = refuse(*comm_, launchFailed(status));
+  }
+  open.launcher.clear();
+  return result_;
+}
+
+}  // namespace hoccl

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <nccl.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "common/gpu/buffer.h"
+#include "common/gpu/driver.h"
+#include "plugin-tuner/open_group.h"
+#include "plugin-tuner/steered_comm.h"
+
+namespace hoccl {
+
+/// The pairs of ranks a call moves data between.
+struct Pairs {
+  enum class Kind { Peer, Root, All } kind;
+  int rank = 0;  ///< the peer, or the root
+};
+
+/// One intercepted call about data, from the decision where it goes to its launch. Lives in the call.
+class SteeredCall {
+ public:
+  SteeredCall(ncclComm_t handle, cudaStream_t stream);
+
+  /// Whether the call is HOCCL's; `count` elements is what each pair moves, `verb` what messages call it
+  /// ("send to", "AllGather"). If so and result() is an error, the call has been answered with it. The
+  /// decision depends only on what all ranks concerned see alike.
+  bool takes(const char* verb, Pairs pairs, ncclDataType_t type, std::size_t count);
+  [[nodiscard]] ncclResult_t result() const { return result_; }
+  [[nodiscard]] SteeredComm& comm() const { return *comm_; }
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
+
+  /// Finds a buffer's allocation; on failure the call is answered with the error.
+  bool exports(const void* buffer, std::uint64_t bytes, ExportedBuffer* out);
+  /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports.
+  void add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer, bool collective);
+  /// After the last add: counts the call and launches it, in a group with the group's end.
+  ncclResult_t launch(std::uint64_t movedBytes);
+
+ private:
+  Path choose(Pairs pairs) const;
+  bool answer(const Status& status);
+  [[nodiscard]] bool strictRefuses(Path path, Pairs pairs) const;
+
+  SteeredComm* comm_ = nullptr;
+  cudaStream_t stream_;
+  std::uint64_t bytes_ = 0;
+  ncclResult_t result_ = ncclSuccess;
+  const Driver* driver_ = nullptr;
+  std::optional<ContextGuard> context_;
+};
+
+}  // namespace hoccl

@@ -1,0 +1,243 @@
+// Collectives through the movers, and which of them stay with NCCL.
+
+#include <gtest/gtest.h>
+
+#include "test/e2e/harness.h"
+
+namespace e2e {
+namespace {
+
+/// Sums over a rank's communicators, by path ("staged", "nccl") and by reason ("nccl-small", …).
+struct Counts {
+  Counts(const Job& job, int rank) : comms(job.communicators(rank)) {
+    for (const auto& comm : comms) {
+      staged += comm["paths"]["staged"]["ops"].get<int>();
+      nccl += comm["paths"]["nccl"]["ops"].get<int>();
+      for (const auto& [name, count] : comm["reasons"].items()) {
+        if (name == "nccl-small") small += count.get<int>();
+        if (name == "nccl-pair") pair += count.get<int>();
+        if (name == "nccl-capture") capture += count.get<int>();
+      }
+    }
+  }
+  nlohmann::json comms;
+  int staged = 0, nccl = 0, small = 0, pair = 0, capture = 0;
+};
+
+int number(const Job& job, int rank, const std::string& key) {
+  const std::string text = job.said(rank, key);
+  EXPECT_FALSE(text.empty()) << "rank " << rank << " said nothing of " << key;
+  return text.empty() ? -1 : std::stoi(text);
+}
+
+constexpr const char* kFunctions[] = {"ncclAllGather", "ncclAlltoAll",  "ncclGather",
+                                      "ncclScatter",   "ncclBroadcast", "ncclBcast"};
+
+/// Calls of collectives that NCCL has got. (Its Bcast calls its Broadcast.)
+int ncclCalls(const Job& job, int rank, const std::string& part = "") {
+  int calls = -job.callCount(rank, "ncclBcast", part);
+  for (const char* function : kFunctions) calls += job.callCount(rank, function, part);
+  return calls;
+}
+
+class CollectivesOf : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, CollectivesOf, ::testing::Values(2, 3, 5));
+
+TEST_P(CollectivesOf, AllRootsInAndOutOfPlaceAtOddSizesWithoutAnySm) {
+  Job job("collectives", GetParam());
+  if (GetParam() == 5) job.argument("steered", "65536,70001").argument("small", "0,1003");
+  job.finish(60);
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, number(job, rank, "steered")) << counts.comms;
+    EXPECT_EQ(counts.small, number(job, rank, "small")) << counts.comms;
+    EXPECT_EQ(counts.nccl, counts.small) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), counts.small);
+    EXPECT_EQ(job.said(rank, "smOps"), "0");
+  }
+}
+
+TEST_P(CollectivesOf, AllToAllVWithSkewZeroesAndTheOwnBlock) {
+  Job job("allToAllV", GetParam());
+  job.finish(60);
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, number(job, rank, "staged")) << counts.comms;
+    EXPECT_EQ(counts.small, number(job, rank, "small")) << counts.comms;
+    EXPECT_EQ(job.callCount(rank, "ncclSend") + job.callCount(rank, "ncclRecv"), counts.small);
+  }
+}
+
+TEST_P(CollectivesOf, GroupsOfAllKindsWithReductionsOnStreamsAndCommunicators) {
+  Job job("collectivesGrouped", GetParam());
+  job.finish(60);
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, 3 * 12) << counts.comms;
+    EXPECT_EQ(counts.small, 3 * 6) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), 3 * 6);
+    EXPECT_EQ(ncclCalls(job, rank, " bytes=1003 "), 3 * 6);
+    EXPECT_EQ(job.callCount(rank, "ncclAllReduce", " depth=1 "), 3 * 9);
+  }
+}
+
+TEST(Collectives, RepeatedOnTheSameBuffersWithoutWaitingInBetween) {
+  for (const int ranks : {2, 3}) {
+    Job job("collectivesRepeated", ranks);
+    job.finish(60);
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(Counts(job, rank).staged, 10 * 12);
+      EXPECT_EQ(ncclCalls(job, rank), 0);
+      EXPECT_EQ(job.said(rank, "smOps"), "0");
+    }
+  }
+}
+
+TEST(Collectives, RandomDelaysOfTheDriverChangeNothing) {
+  for (const char* seed : {"3", "4"}) {
+    Job repeated("collectivesRepeated", 3);
+    repeated.env("EMUCUDA_DELAY_US", "200").env("EMUCUDA_SEED", seed).finish(60);
+    Job grouped("collectivesGrouped", 3);
+    grouped.env("EMUCUDA_DELAY_US", "200").env("EMUCUDA_SEED", seed).finish(60);
+  }
+}
+
+TEST(Collectives, OneSmallSlotForEachPair) {
+  Job job("collectivesRepeated", 3);
+  job.env("HOCCL_SLOTS", "1").env("HOCCL_SLOT_BYTES", "128KiB").finish(60);
+  Job itself("toItself", 2);
+  itself.env("HOCCL_SLOTS", "1").env("HOCCL_SLOT_BYTES", "128KiB").finish(60);
+}
+
+TEST(Collectives, FormsWithAConfiguration) {
+  Job job("collectivesConfig", 3);
+  job.finish();
+  for (int rank : {0, 1, 2}) {
+    EXPECT_EQ(Counts(job, rank).staged, 5);
+    EXPECT_EQ(Counts(job, rank).small, 5);
+    for (const char* function : kFunctions) {
+      if (std::string(function) == "ncclBcast") continue;
+      EXPECT_EQ(job.callCount(rank, std::string(function) + "Config"), 1) << function;
+      EXPECT_EQ(job.callCount(rank, std::string(function) + "Config", " bytes=1003 "), 1)
+          << function;
+    }
+  }
+}
+
+TEST(Collectives, SendsToItselfAloneGroupedAndInBothOrdersWithoutAnySm) {
+  Job job("toItself", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, 3 * (4 * 2 + 4 * 4) + 24) << counts.comms;
+    EXPECT_EQ(counts.nccl, 0) << counts.comms;
+    EXPECT_EQ(job.callCount(rank, "ncclSend") + job.callCount(rank, "ncclRecv"), 0);
+    EXPECT_EQ(job.said(rank, "smOps"), "0");
+  }
+}
+
+TEST(Collectives, APairCalledInAnotherPlaceThanThePeerCallsIt) {
+  Job job("orderApart", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(Counts(job, rank).staged, 8 * 4);
+    EXPECT_EQ(Counts(job, rank).nccl, 0);
+  }
+}
+
+TEST(Collectives, CapturedOnesAreNcclsAndNoCaptureIsSpoilt) {
+  Job job("collectivesCaptured", 2);
+  job.finish();
+  for (int rank : {0, 1}) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.capture, number(job, rank, "captured")) << counts.comms;
+    EXPECT_EQ(counts.nccl, counts.capture) << counts.comms;
+    EXPECT_EQ(counts.staged, 6) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), counts.capture);
+  }
+}
+
+/// Ranks 0 and 1 on one node, the third on another: only what has its root there is steered.
+TEST(SharedNode, OnlyARootThatReachesAllIsSteered) {
+  Job job("sharedNode", 3);
+  job.env(1, "NCCL_HOSTID", "e2e-node-0").finish();
+  for (int rank : {0, 1, 2}) {
+    const Counts counts(job, rank);
+    // Of each root: Gather, Scatter, Broadcast in and out of place, and Bcast.
+    constexpr int kOfARoot = 7, kWithoutRoot = 3;
+    // Sends and receives: with the ranks of the other node and with itself, both ways.
+    const int pairs = 2 * (rank == 2 ? 3 : 2);
+    EXPECT_EQ(counts.staged, kOfARoot + pairs) << "rank " << rank << " " << counts.comms;
+    EXPECT_EQ(counts.pair, kWithoutRoot + 2 * kOfARoot + (rank == 2 ? 0 : 2)) << counts.comms;
+    EXPECT_EQ(counts.nccl, counts.pair) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), kWithoutRoot + 2 * kOfARoot);
+    for (const char* function : {"ncclGather", "ncclScatter", "ncclBroadcast", "ncclBcast"}) {
+      EXPECT_EQ(job.callCount(rank, function, " peer=2 "), 0) << function;
+      EXPECT_GT(job.callCount(rank, function, " peer=0 "), 0) << function;
+      EXPECT_GT(job.callCount(rank, function, " peer=1 "), 0) << function;
+    }
+  }
+}
+
+TEST(SharedNode, TwoNodesOfTwoLeaveCollectivesToNcclOnAllRanks) {
+  Job job("sharedNode", 4);
+  job.env(1, "NCCL_HOSTID", "e2e-node-0").env(3, "NCCL_HOSTID", "e2e-node-2").finish(60);
+  for (int rank = 0; rank < 4; ++rank) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(ncclCalls(job, rank), 3 + 4 * 7);
+    EXPECT_EQ(counts.staged, 2 * 3) << counts.comms;  // two ranks of the other node, and itself
+    EXPECT_EQ(counts.pair, 3 + 4 * 7 + 2) << counts.comms;
+  }
+}
+
+TEST(SharedNode, OneNodeOfThreeIsPlainNccl) {
+  Job job("sharedNode", 3);
+  for (int rank : {0, 1, 2}) job.env(rank, "NCCL_HOSTID", "e2e-one");
+  job.finish();
+  for (int rank : {0, 1, 2}) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, 0) << counts.comms;
+    EXPECT_EQ(counts.pair, 0) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), 3 + 3 * 7);
+  }
+}
+
+TEST(SharedNode, StrictRefusesOnAllRanksAndSaysWhy) {
+  Job job("strictRefusals", 3);
+  job.env(1, "NCCL_HOSTID", "e2e-node-0").env("HOCCL_STRICT", "1").finish();
+  for (int rank : {0, 1, 2}) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(number(job, rank, "refused"), 3 + 2 * 7);
+    EXPECT_EQ(counts.staged, 7) << counts.comms;
+    EXPECT_EQ(counts.nccl, counts.small) << counts.comms;
+    EXPECT_EQ(ncclCalls(job, rank), counts.small);
+    EXPECT_EQ(ncclCalls(job, rank, " bytes=1003 "), counts.small);
+  }
+}
+
+TEST(Collectives, GroupsOverTwoStreamsWhileAnotherThreadFrees) {
+  Job job("freesBesideGroups", 2);
+  job.finish(20);
+  for (int rank : {0, 1}) EXPECT_EQ(Counts(job, rank).staged, 60 * 2);
+}
+
+TEST(LargeTransfers, BeyondFourGiB) {
+  Job job("beyond4GiB", 2);
+  job.env("EMUCUDA_DILATION", "1")
+      .env("HOCCL_SLOTS", "4")
+      .env("HOCCL_SLOT_BYTES", "64MiB")
+      .finish(90);
+  for (int rank : {0, 1}) {
+    const Counts counts(job, rank);
+    EXPECT_EQ(counts.staged, 1) << counts.comms;
+    EXPECT_EQ(counts.nccl, 0) << counts.comms;
+    std::uint64_t bytes = 0;
+    for (const auto& comm : counts.comms) {
+      bytes += comm["paths"]["staged"]["bytes"].get<std::uint64_t>();
+    }
+    EXPECT_EQ(bytes, (std::uint64_t{4} << 30) + 12345678);
+  }
+}
+
+}  // namespace
+}  // namespace e2e
