@@ -12,6 +12,8 @@ LIBRARIES = {
     "hog": "hog.cu",
     "hazards": "hazards.cu",
     "gate": "gate.cu",
+    "litmus": "litmus.cu",
+    "memory_kinds": "memory_kinds.cu",
     "kernel_trace": "kernel_trace.cpp",
 }
 

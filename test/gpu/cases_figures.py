@@ -15,8 +15,8 @@ SETTLE_S = 0.3
 PAUSE_S = 0.02  # far more than HOCCL_SPIN_US: the movers have backed off
 LATENCY_ROUNDS = 40
 SPIN_LIMIT_NS = 5_000_000_000
-GEMM_SIZE, GEMMS, GEMM_PAIRS = 8192, 16, 20
-TRANSFER, TRANSFERS = 256 * MIB, 14  # outlasts the GEMMs (about 50 ms) at 48 GB/s
+GEMM_SIZE, GEMMS, GEMM_PAIRS, GEMM_WARM_UP = 8192, 24, 20, 400
+TRANSFER, TRANSFERS = 256 * MIB, 6  # 34 ms at 48 GB/s, the GEMMs of a segment about 37 ms
 
 
 def _one_way(rank, tensor):
@@ -102,82 +102,86 @@ def mover_cpu_and_latency(rank):
     return {f"rank{rank.rank}": figures}
 
 
-class _Gemm:
-    def __init__(self):
-        shape = (GEMM_SIZE, GEMM_SIZE)
-        self.a = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.b = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.c = torch.empty_like(self.a)
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+def _gemm_chain(pairs):
+    """GEMMs without a gap: segments beside a transfer and segments alone in turn, so that clocks and
+    temperature are the same for both. Returns the event before each segment, and a function that
+    enqueues segment i and records an event around each of its GEMMs."""
+    shape = (GEMM_SIZE, GEMM_SIZE)
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    for _ in range(GEMM_WARM_UP):
+        torch.mm(a, b, out=c)
+    marks = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(GEMMS + 1)] for _ in range(2 * pairs)
+    ]
 
-    def run(self):
-        """Times GEMMS products; as many go before them untimed, since a GPU that was idle for a
-        moment is several percent slower at first, with and without a transfer."""
-        for _ in range(GEMMS):
-            torch.mm(self.a, self.b, out=self.c)
-        self.events[0].record()
-        for _ in range(GEMMS):
-            torch.mm(self.a, self.b, out=self.c)
-        self.events[1].record()
+    def segment(i):
+        for k in range(GEMMS):
+            torch.mm(a, b, out=c)
+            marks[i][k + 1].record()
 
-    def milliseconds(self):
-        self.events[1].synchronize()
-        return self.events[0].elapsed_time(self.events[1]) / GEMMS
+    return marks, segment
 
 
 def gemm_beside_transfer(rank):
+    """In each pair of segments the transfers of the first begin with its first GEMM and end within
+    its last ones. Compared are the GEMMs all of whose time lies within the transfers, with the same
+    ones of the second segment."""
     buffer = Buffer(TRANSFER)
     fill(buffer.bytes, 4)
     side = torch.cuda.Stream()
     _warm_up(rank, buffer.bytes)
-    gemm = _Gemm() if rank.rank == 0 else None
-    if gemm:
-        for _ in range(20):
-            gemm.run()
-        gemm.milliseconds()
     pairs = GEMM_PAIRS // 4 if rank.quick else GEMM_PAIRS
-    alone, beside, rates = [], [], []
     before = rank.totals()
+    rank.barrier()
+    spans = []
 
-    def transfers():
+    def transfers(after):
         with torch.cuda.stream(side):
-            works = [_one_way(rank, buffer.bytes) for _ in range(TRANSFERS)]
-            for work in works:
+            if after is not None:
+                side.wait_event(after)
+            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            for work in [_one_way(rank, buffer.bytes) for _ in range(TRANSFERS)]:
                 work.wait()
-            done = torch.cuda.Event()
             done.record()
-        return done
+        spans.append((begun, done))
 
-    def with_transfers():
-        torch.cuda.synchronize()
-        rank.barrier()
-        began = time.monotonic()
-        done = transfers()
-        if gemm:
-            time.sleep(0.002)  # the first transfer is under way
-            gemm.run()
-            beside.append(gemm.milliseconds())
-            rank.check(
-                not done.query(), "the transfers ended before the GEMMs: nothing was compared"
-            )
-        done.synchronize()
-        rates.append(TRANSFERS * TRANSFER / (time.monotonic() - began) / 1e9)
-
-    def without():
-        torch.cuda.synchronize()
-        rank.barrier()
-        if gemm:
-            time.sleep(0.002)  # as with transfers
-            gemm.run()
-            alone.append(gemm.milliseconds())
-
-    for i in range(pairs):  # in turn, each first as often as the other
-        for step in ((with_transfers, without), (without, with_transfers))[i % 2]:
-            step()
-    rank.check_steered(before, [TRANSFER] * (TRANSFERS * pairs))
     if rank.rank == 1:
-        return {"transfer_gbs": round(sorted(rates)[len(rates) // 2], 2)}
-    return {"alone_ms": alone, "beside_ms": beside}
+        for _ in range(pairs):
+            transfers(None)
+        torch.cuda.synchronize()
+        rank.check_steered(before, [TRANSFER] * (TRANSFERS * pairs))
+        return {}
+    marks, segment = _gemm_chain(pairs)
+    for i in range(pairs):
+        marks[2 * i][0].record()
+        transfers(marks[2 * i][0])
+        segment(2 * i)
+        marks[2 * i + 1][0].record()
+        segment(2 * i + 1)
+    torch.cuda.synchronize()
+    rank.check_steered(before, [TRANSFER] * (TRANSFERS * pairs))
+    alone, beside, rates = [], [], []
+    for i, (begun, done) in enumerate(spans):
+        busy, free = marks[2 * i], marks[2 * i + 1]
+        end = busy[0].elapsed_time(done)
+        rates.append(TRANSFERS * TRANSFER / begun.elapsed_time(done) / 1e6)
+        # The first GEMM runs while the first transfer starts.
+        compared = [k for k in range(1, GEMMS) if busy[0].elapsed_time(busy[k + 1]) <= end]
+        rank.check(
+            len(compared) >= GEMMS // 2 and end <= busy[0].elapsed_time(free[0]),
+            f"pair {i}: the transfers took {end:.1f} ms, the GEMMs beside them "
+            f"{busy[0].elapsed_time(busy[GEMMS]):.1f} ms: nothing was compared",
+        )
+        for times, events in ((beside, busy), (alone, free)):
+            each = sorted(events[k].elapsed_time(events[k + 1]) for k in compared)
+            times.append(each[len(each) // 2])
+    return {
+        "alone_ms": alone,
+        "beside_ms": beside,
+        "transfer_gbs": round(sorted(rates)[len(rates) // 2], 2),
+    }
 
 
 def hold(rank):

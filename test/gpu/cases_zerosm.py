@@ -49,14 +49,14 @@ def _hog_library():
     return lib
 
 
-def _open_window(rank):
+def open_window(rank):
     torch.cuda.synchronize()
     rank.barrier()
     time.sleep(IDLE_S)
     return time.monotonic_ns()
 
 
-def _close_window(rank, begin, moved):
+def close_window(rank, begin, moved):
     torch.cuda.synchronize()
     end = time.monotonic_ns()
     time.sleep(IDLE_S)
@@ -82,7 +82,7 @@ def clean_window(rank):
     for a, b in zip(out, into):  # every buffer once before: the window sees no import either
         _exchange(rank, a.bytes, b.bytes)
     before = rank.totals()
-    begin = _open_window(rank)
+    begin = open_window(rank)
     for a, b in zip(out, into):
         _exchange(rank, a.bytes, b.bytes)
     for a in into[:4]:
@@ -90,7 +90,7 @@ def clean_window(rank):
     one_way = sum(SIZES[:4])
     sent = sum(SIZES) + (one_way if rank.rank == 0 else 0)
     received = sum(SIZES) + (one_way if rank.rank == 1 else 0)
-    figures = _close_window(rank, begin, {"sent": sent, "received": received})
+    figures = close_window(rank, begin, {"sent": sent, "received": received})
     rank.check_steered(before, SIZES * 2 + SIZES[:4])
     for i, b in enumerate(into):
         problem = b.problem(10 + 2 * i + rank.peer)
@@ -105,7 +105,7 @@ def planted_window(rank):
     if rank.rank == 0:
         rank.check(hog.hogPrepare() > 0, "hogPrepare failed")
     buffer = torch.zeros(SIZES[0], dtype=torch.uint8, device="cuda")
-    begin = _open_window(rank)
+    begin = open_window(rank)
     _one_way(rank, buffer)
     if rank.rank == 0:
         for code in (
@@ -118,7 +118,7 @@ def planted_window(rank):
         "sent": SIZES[0] if rank.rank == 0 else 0,
         "received": SIZES[0] if rank.rank == 1 else 0,
     }
-    return _close_window(rank, begin, moved)
+    return close_window(rank, begin, moved)
 
 
 class _Hog:

@@ -23,6 +23,8 @@ BOOTSTRAPS = 2000
 # Goals; docs/gpu-check.md says where each comes from.
 STAGED_OF_BARE = 0.97  # at these sizes and above
 BARE_FROM = 256 * MIB
+COLLECTIVES_OF_BARE = 0.95
+COLLECTIVE_SIZES = [64 * MIB, 256 * MIB, GIB]  # the bench's steps of 4
 RATES_GBS = {16 * MIB: 42.0, 2 * MIB: 25.0}
 TIMES_US = {64 * KIB: 22.0}
 LAUNCH_US = 2.5
@@ -51,21 +53,19 @@ def _goal(context, test, value, limit, at_least, unit, seconds=0.0, more=None):
     )
 
 
-def _bench(context, test, sizes):
-    """Runs `hoccl bench sendrecv`; its rows, or None after it has been reported as failed."""
+def _bench(context, test, sizes, operation="sendrecv", others=("bare", "nccl")):
+    """Runs `hoccl bench` and reports whether it did; its rows."""
     path = context.path("bench.json")
     command = [
         context.install.tool,
         "bench",
-        "sendrecv",
+        operation,
         "--minbytes",
         _size(sizes[0]),
         "--maxbytes",
         _size(sizes[1]),
         "--compare",
-        "bare",
-        "--compare",
-        "nccl",
+        ",".join(others),
         "--json",
         path,
     ]
@@ -322,9 +322,45 @@ def _start_up(context):
     )
 
 
+def _collectives(context):
+    """AllGather and AlltoAll between the two ranks beside the bare copies they consist of, each as
+    often in as out of place as the bench runs it."""
+    sizes = COLLECTIVE_SIZES[:1] if context.quick else COLLECTIVE_SIZES
+    for operation in ("allgather", "alltoall"):
+        rows = _bench(context, f"bench_{operation}", (sizes[0], sizes[-1]), operation, ("bare",))
+        for ours in (r for r in rows if r["impl"] == "hoccl"):
+            in_place = bool(ours["in_place"])
+            test = f"{operation}_of_bare_{_size(ours['bytes'])}{'_in_place' if in_place else ''}"
+            bare = _row(rows, "bare", ours["bytes"], path="steady", in_place=ours["in_place"])
+            if ours["path"] != "staged":
+                detail = f"took the path {ours['path']}, not staged"
+                context.reporter.record(test, "fail", detail=detail)
+            elif not bare or not bare["algbw_gbs"] or not ours["algbw_gbs"]:
+                context.reporter.record(test, "error", detail="the bench lacks one of the two rows")
+            else:
+                _goal(
+                    context,
+                    test,
+                    round(ours["algbw_gbs"] / bare["algbw_gbs"], 4),
+                    COLLECTIVES_OF_BARE,
+                    True,
+                    "of the bare copies",
+                    more={
+                        "hoccl_gbs": round(ours["algbw_gbs"], 2),
+                        "bare_gbs": round(bare["algbw_gbs"], 2),
+                        "launch_us": ours["launch_us"],
+                    },
+                )
+        for size in sizes:
+            if rows and not _row(rows, "hoccl", size):
+                test = f"{operation}_of_bare_{_size(size)}"
+                context.reporter.record(test, "error", detail="the bench gave no row of that size")
+
+
 def run(context):
     _sendrecv(context)
     _start_up(context)
     _gemm(context)
     _cpu_and_latency(context)
     _mover_memory(context)
+    _collectives(context)

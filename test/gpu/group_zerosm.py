@@ -67,6 +67,19 @@ def _judge(directory, ranks, expected):
     return problems, figures
 
 
+def report_window(context, windows, directory, case, test, expected):
+    """Reports as `test` what the traces say of the window of `case`, one of run_cases' results."""
+    figures = windows[case].figures if case in windows else {}
+    if not all(f"rank{r}" in figures for r in range(common.WORLD)):
+        context.reporter.record(test, "error", detail=f"{case} did not finish")
+        return
+    ranks = [figures[f"rank{r}"] for r in range(common.WORLD)]
+    problems, counts = _judge(directory, ranks, expected)
+    context.reporter.record(
+        test, "fail" if problems else "pass", detail="\n".join(problems), figures=counts
+    )
+
+
 def run(context):
     directory = context.path("trace")
     os.makedirs(directory)
@@ -83,13 +96,5 @@ def run(context):
         ("clean_window", "no_sm_used", {}),
         ("planted_window", "planted_violations_caught", {"app0": PLANTED}),
     ):
-        figures = windows[case].figures if case in windows else {}
-        if not all(f"rank{r}" in figures for r in range(common.WORLD)):
-            context.reporter.record(test, "error", detail=f"{case} did not finish")
-            continue
-        ranks = [figures[f"rank{r}"] for r in range(common.WORLD)]
-        problems, counts = _judge(directory, ranks, expected)
-        context.reporter.record(
-            test, "fail" if problems else "pass", detail="\n".join(problems), figures=counts
-        )
+        report_window(context, windows, directory, case, test, expected)
     common.run_cases(context, "cases_zerosm", [(name, LIMIT_S) for name in HOG_CASES])
