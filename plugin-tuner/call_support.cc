@@ -4,16 +4,23 @@ namespace hoccl {
 
 ncclResult_t toNccl(Code code) {
   switch (code) {
-    case Code::Ok: return ncclSuccess;
-    case Code::InvalidArgument: return ncclInvalidArgument;
+    case Code::Ok:
+      return ncclSuccess;
+    case Code::InvalidArgument:
+      return ncclInvalidArgument;
     case Code::InvalidConfig:
-    case Code::Unsupported: return ncclInvalidUsage;
-    case Code::Cuda: return ncclUnhandledCudaError;
+    case Code::Unsupported:
+      return ncclInvalidUsage;
+    case Code::Cuda:
+      return ncclUnhandledCudaError;
     case Code::Remote:
-    case Code::Timeout: return ncclRemoteError;
+    case Code::Timeout:
+      return ncclRemoteError;
     case Code::System:
-    case Code::Aborted: return ncclSystemError;
-    case Code::Internal: return ncclInternalError;
+    case Code::Aborted:
+      return ncclSystemError;
+    case Code::Internal:
+      return ncclInternalError;
   }
   return ncclInternalError;
 }
@@ -30,11 +37,14 @@ std::size_t typeBytes(ncclDataType_t type) {
       return 2;
     case ncclInt32:
     case ncclUint32:
-    case ncclFloat32: return 4;
+    case ncclFloat32:
+      return 4;
     case ncclInt64:
     case ncclUint64:
-    case ncclFloat64: return 8;
-    default: return 0;
+    case ncclFloat64:
+      return 8;
+    default:
+      return 0;
   }
 }
 

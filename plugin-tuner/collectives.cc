@@ -1,5 +1,5 @@
-// Collectives as the sends and receives they consist of. A rank's own block goes through its mover like
-// any other where input and output differ: a copy within the device would be a kernel.
+// Collectives as the sends and receives they consist of. A rank's own block goes through its mover
+// like any other where input and output differ: a copy within the device would be a kernel.
 
 #include "plugin-tuner/call_support.h"
 #include "plugin-tuner/operations.h"
@@ -41,8 +41,8 @@ class Collective {
     send(rank());
     receive(rank());
   }
-  /// The other ranks in the order in which rank r sends to r+1, r+2, …, and receives from r-1, r-2, …,
-  /// so that at no time all of them send to one.
+  /// The other ranks in the order in which rank r sends to r+1, r+2, …, and receives from r-1, r-2,
+  /// …, so that at no time all of them send to one.
   [[nodiscard]] int after(int distance) const { return (rank() + distance) % ranks(); }
   [[nodiscard]] int before(int distance) const { return (rank() - distance + ranks()) % ranks(); }
   void launch() { call_.launch(moved_); }
@@ -95,8 +95,8 @@ bool allToAll(const void* in, void* out, size_t count, ncclDataType_t type, nccl
   return true;
 }
 
-bool broadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-               cudaStream_t stream, ncclResult_t* result) {
+bool broadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root,
+               ncclComm_t comm, cudaStream_t stream, ncclResult_t* result) {
   const ErrnoKeeper keeper;
   Collective c(comm, stream);
   if (!c.takes("Broadcast", {Pairs::Kind::Root, root}, type, count)) return false;
@@ -136,8 +136,8 @@ bool gather(const void* in, void* out, size_t count, ncclDataType_t type, int ro
   return true;
 }
 
-bool scatter(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-             cudaStream_t stream, ncclResult_t* result) {
+bool scatter(const void* in, void* out, size_t count, ncclDataType_t type, int root,
+             ncclComm_t comm, cudaStream_t stream, ncclResult_t* result) {
   const ErrnoKeeper keeper;
   Collective c(comm, stream);
   if (!c.takes("Scatter", {Pairs::Kind::Root, root}, type, count)) return false;

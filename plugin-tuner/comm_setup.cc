@@ -53,7 +53,8 @@ std::string ownVeto() {
   if (!status) return status.message();
   for (const char* variable : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
     const char* value = std::getenv(variable);
-    if (value && std::string_view(value).find("expandable_segments:True") != std::string_view::npos) {
+    if (value &&
+        std::string_view(value).find("expandable_segments:True") != std::string_view::npos) {
       return fmt::format("{}={}: memory of expandable segments cannot be mapped by the mover",
                          variable, value);
     }
@@ -76,7 +77,8 @@ bool steerable(const Where& a, const Where& b) { return a.node != b.node && a.ho
 
 CommSetup::~CommSetup() {
   if (!added_ || comm_->mover) return;
-  // Without operations there is nothing to wait for; an abort is bounded even if the mover is stopped.
+  // Without operations there is nothing to wait for; an abort is bounded even if the mover is
+  // stopped.
   if (Status status = mover_->endCommunicator(moverIndex_, OpKind::Abort); !status) {
     logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
   }
@@ -86,8 +88,8 @@ void CommSetup::plain(const std::string& reason, LogLevel level) {
   comm_->reason = reason;
   step_ = Step::Done;
   if (comm_->rank == 0) {
-    logf(level, "communicator {:016x} of {} ranks stays with plain NCCL: {}", comm_->id, comm_->ranks,
-         reason);
+    logf(level, "communicator {:016x} of {} ranks stays with plain NCCL: {}", comm_->id,
+         comm_->ranks, reason);
   }
 }
 
@@ -107,9 +109,15 @@ bool CommSetup::advance() {
       break;
     }
     switch (step_) {
-      case Step::RollCall: onRollCall(); break;
-      case Step::Where: onWhere(); break;
-      case Step::Movers: onMovers(); break;
+      case Step::RollCall:
+        onRollCall();
+        break;
+      case Step::Where:
+        onWhere();
+        break;
+      case Step::Movers:
+        onMovers();
+        break;
       case Step::Known:
         comm_->reachable = std::move(reachable_);
         comm_->sendSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
@@ -120,10 +128,12 @@ bool CommSetup::advance() {
         comm_->mover = added_ ? mover_ : nullptr;
         if (!added_) comm_->reason = "this rank has no peer on another node within reach";
         step_ = Step::Done;
-        logInfo("communicator {:016x}: rank {} of {} is steered", comm_->id, comm_->rank, comm_->ranks);
+        logInfo("communicator {:016x}: rank {} of {} is steered", comm_->id, comm_->rank,
+                comm_->ranks);
         break;
       case Step::Begin:
-      case Step::Done: break;
+      case Step::Done:
+        break;
     }
   }
   agreement_.reset();
@@ -157,8 +167,8 @@ void CommSetup::begin() {
   nextPhase(Step::RollCall, 1, pack(comm_->rollCall->color), {});
 }
 
-/// From here on the ranks of the split are among themselves, in the process of the lowest of them: the
-/// parent's own may end before they have agreed.
+/// From here on the ranks of the split are among themselves, in the process of the lowest of them:
+/// the parent's own may end before they have agreed.
 void CommSetup::onRollCall() {
   const auto& payloads = agreement_->verdict().payloads;
   for (std::size_t i = 0; i < payloads.size(); ++i) {
@@ -248,7 +258,8 @@ void CommSetup::onWhere() {
     if (callReal(realNccl.ncclCommCuDevice, comm_->comm, &device) != ncclSuccess) {
       status = Status::error(Code::Internal, "NCCL does not tell the communicator's device");
     }
-    if (status) status = ProcessCore::get().moverFor(device, &comm_->context, &comm_->waits, &mover_);
+    if (status)
+      status = ProcessCore::get().moverFor(device, &comm_->context, &comm_->waits, &mover_);
     if (status) {
       place.mover = mover_->id();
       setText(place.address, mover_->address());

@@ -11,9 +11,10 @@
 namespace hoccl {
 
 /// Brings one communicator to a verdict after NCCL's own initialisation: the ranks tell each other
-/// where they run, those with pairs to steer start their movers, all of them say whether that worked,
-/// and everybody's mover learns the communicator before anybody uses it. Each step is a phase of the
-/// agreement, so that the outcome is the same on all ranks: steered, plain NCCL, or failed.
+/// where they run, those with pairs to steer start their movers, all of them say whether that
+/// worked, and everybody's mover learns the communicator before anybody uses it. Each step is a
+/// phase of the agreement, so that the outcome is the same on all ranks: steered, plain NCCL, or
+/// failed.
 class CommSetup {
  public:
   explicit CommSetup(SteeredComm* comm) : comm_(comm) {}

@@ -79,8 +79,8 @@ Creation rootedIn(ncclComm_t* handle, const ncclUniqueId& id) {
   return creation;
 }
 
-/// What comes out of `parent` by a collective call all of its ranks make: `sequence` tells it from its
-/// siblings, and is the same on all ranks.
+/// What comes out of `parent` by a collective call all of its ranks make: `sequence` tells it from
+/// its siblings, and is the same on all ranks.
 Creation descendant(const SteeredComm& parent, ncclComm_t* handle, const Tail& root,
                     std::uint64_t sequence, std::int64_t color) {
   Creation creation;
@@ -97,7 +97,8 @@ std::uint64_t lineage(const SteeredComm& comm) {
 }
 
 // Numbers for the ways a communicator can come out of another.
-constexpr std::uint64_t kShrunk = 0x736872696e6bull, kGrown = 0x67726f77ull, kRollCall = 0x726f6c6cull;
+constexpr std::uint64_t kShrunk = 0x736872696e6bull, kGrown = 0x67726f77ull,
+                        kRollCall = 0x726f6c6cull;
 
 /// Writes where the id's communicator agrees into it. The id is all the same usable without.
 Status markId(ncclUniqueId* id, Tail* tail) {
@@ -164,10 +165,11 @@ SteeredComm* adoptCommunicator(ncclComm_t handle, const Creation& creation) {
   if (!creation.hasRoot) {
     const Status& own = ProcessCore::get().configStatus();
     const char* common = std::getenv("NCCL_COMM_ID");
-    comm->reason = !own               ? own.message()
-                   : common && *common ? "NCCL_COMM_ID makes its unique id, which then has no room for HOCCL"
-                                       : "its unique id comes from a process without HOCCL, or one that "
-                                         "steers nothing";
+    comm->reason = !own ? own.message()
+                   : common && *common
+                       ? "NCCL_COMM_ID makes its unique id, which then has no room for HOCCL"
+                       : "its unique id comes from a process without HOCCL, or one that "
+                         "steers nothing";
     callReal(realNccl.ncclCommUserRank, handle, &comm->rank);
     callReal(realNccl.ncclCommCount, handle, &comm->ranks);
     // What is wrong here has been said when this process looked at its settings.
@@ -225,8 +227,8 @@ ncclResult_t commInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, in
   return created(result, rootedIn(comm, id));
 }
 
-ncclResult_t commInitRankScalable(ncclComm_t* comm, int ranks, int rank, int idCount, ncclUniqueId* ids,
-                                  ncclConfig_t* config) {
+ncclResult_t commInitRankScalable(ncclComm_t* comm, int ranks, int rank, int idCount,
+                                  ncclUniqueId* ids, ncclConfig_t* config) {
   const bool nested = insideReal();
   const ncclResult_t result =
       callReal(realNccl.ncclCommInitRankScalable, comm, ranks, rank, idCount, ids, config);
@@ -259,7 +261,8 @@ ncclResult_t commInitAll(ncclComm_t* comms, int count, const int* devices) {
   return result == ncclInProgress ? result : finishSetups(adopted);
 }
 
-ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm, ncclConfig_t* config) {
+ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm,
+                       ncclConfig_t* config) {
   const bool nested = insideReal();
   const ncclResult_t result = callReal(realNccl.ncclCommSplit, parent, color, key, comm, config);
   if (nested) return result;
@@ -298,7 +301,8 @@ ncclResult_t commShrink(ncclComm_t parent, int* excluded, int excludedCount, ncc
   }
   const ncclResult_t result =
       callReal(realNccl.ncclCommShrink, parent, excluded, excludedCount, comm, config, flags);
-  if (!known || !known->hasRoot || excludedCount < 0 || (excludedCount > 0 && !excluded)) return result;
+  if (!known || !known->hasRoot || excludedCount < 0 || (excludedCount > 0 && !excluded))
+    return result;
   std::vector<int> gone(excluded, excluded + excludedCount);
   std::sort(gone.begin(), gone.end());
   // Only the ranks that stay count it: by the ranks that go, since the others cannot keep count.
@@ -327,8 +331,8 @@ ncclResult_t commGetUniqueId(ncclComm_t parent, ncclUniqueId* id) {
   return result;
 }
 
-ncclResult_t commGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int rank, ncclComm_t* comm,
-                      ncclConfig_t* config) {
+ncclResult_t commGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int rank,
+                      ncclComm_t* comm, ncclConfig_t* config) {
   const bool nested = insideReal();
   const ncclResult_t result =
       callReal(realNccl.ncclCommGrow, parent, ranks, id, rank, comm, config);
@@ -337,7 +341,8 @@ ncclResult_t commGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int 
   creation.handle = comm;
   if (!parent) {
     if (id) creation = rootedIn(comm, *id);
-  } else if (SteeredComm* known = ProcessCore::get().comms().find(parent); known && known->hasRoot) {
+  } else if (SteeredComm* known = ProcessCore::get().comms().find(parent);
+             known && known->hasRoot) {
     Tail root = known->root;
     root.sequence = mix(lineage(*known), mix(kGrown, ++known->grows));
     creation = descendant(*known, comm, root, root.sequence, 0);

@@ -14,15 +14,16 @@ ncclResult_t getUniqueId(ncclUniqueId* id);
 ncclResult_t commInitRank(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank);
 ncclResult_t commInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id, int rank,
                                 ncclConfig_t* config);
-ncclResult_t commInitRankScalable(ncclComm_t* comm, int ranks, int rank, int idCount, ncclUniqueId* ids,
-                                  ncclConfig_t* config);
+ncclResult_t commInitRankScalable(ncclComm_t* comm, int ranks, int rank, int idCount,
+                                  ncclUniqueId* ids, ncclConfig_t* config);
 ncclResult_t commInitAll(ncclComm_t* comms, int count, const int* devices);
-ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm, ncclConfig_t* config);
+ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* comm,
+                       ncclConfig_t* config);
 ncclResult_t commShrink(ncclComm_t parent, int* excluded, int excludedCount, ncclComm_t* comm,
                         ncclConfig_t* config, int flags);
 ncclResult_t commGetUniqueId(ncclComm_t parent, ncclUniqueId* id);
-ncclResult_t commGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int rank, ncclComm_t* comm,
-                      ncclConfig_t* config);
+ncclResult_t commGrow(ncclComm_t parent, int ranks, const ncclUniqueId* id, int rank,
+                      ncclComm_t* comm, ncclConfig_t* config);
 ncclResult_t commRevoke(ncclComm_t comm, int flags);
 ncclResult_t commFinalize(ncclComm_t comm);
 ncclResult_t commDestroy(ncclComm_t comm);
@@ -30,7 +31,8 @@ ncclResult_t commAbort(ncclComm_t comm);
 ncclResult_t commGetAsyncError(ncclComm_t comm, ncclResult_t* error);
 const char* getLastError(ncclComm_t comm);
 
-/// Registers a communicator NCCL has created and begins to agree about it. Null if there are too many.
+/// Registers a communicator NCCL has created and begins to agree about it. Null if there are too
+/// many.
 SteeredComm* adoptCommunicator(ncclComm_t handle, const Creation& creation);
 /// For a creation without a communicator for this rank.
 void onlyAnswerRollCall(const Creation& creation);

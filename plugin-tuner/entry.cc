@@ -19,7 +19,7 @@ constexpr HocclCoreApi kApi = {
 #define X(member, symbol) .member = member,
     HOCCL_CORE_FUNCTIONS(X)
 #undef X
-    .commInitRankScalable = commInitRankScalable,
+        .commInitRankScalable = commInitRankScalable,
     .commShrink = commShrink,
     .commRevoke = commRevoke,
     .commGetUniqueId = commGetUniqueId,

@@ -21,7 +21,8 @@ void Launcher::clear() {
   streams_.clear();
 }
 
-/// One slot per (mover, stream). All streams of one mover form one launch, which the first one names.
+/// One slot per (mover, stream). All streams of one mover form one launch, which the first one
+/// names.
 Status Launcher::prepare() {
   if (!driver_) HOCCL_RETURN_IF_ERROR(Driver::load(&driver_));
   for (const PendingOp& op : ops_) {
@@ -32,8 +33,8 @@ Status Launcher::prepare() {
     if (known) continue;
     streams_.push_back({op.comm->mover, op.comm->waits, op.comm->context, op.stream, {}, false});
   }
-  // Mover by mover, in one order for all threads, so that none waits for slots another one holds while
-  // that one waits for its.
+  // Mover by mover, in one order for all threads, so that none waits for slots another one holds
+  // while that one waits for its.
   std::sort(streams_.begin(), streams_.end(), [](const StreamLaunch& a, const StreamLaunch& b) {
     return std::less<>()(a.mover, b.mover);
   });
@@ -66,7 +67,8 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
   WaitKind kind = WaitKind::MemoryOp;
   const CUdeviceptr finish = launch.mover->finishAddress(launch.slot);
   if (wait) {
-    kind = launch.waits->choose(launch.stream, &launch.mover->segment().launch(launch.slot.index).finish,
+    kind = launch.waits->choose(launch.stream,
+                                &launch.mover->segment().launch(launch.slot.index).finish,
                                 launch.slot.sequence);
   }
   if (wait && kind == WaitKind::MemoryOp) {

@@ -18,9 +18,9 @@ struct PendingOp {
   OpDescriptor descriptor{};
 };
 
-/// A set of steered operations of one outermost group, issued in three steps, so that operations left
-/// with NCCL can go between: starts, then the real ncclGroupEnd, then waits. Belongs to one thread and
-/// keeps its memory between uses: the launch path allocates nothing.
+/// A set of steered operations of one outermost group, issued in three steps, so that operations
+/// left with NCCL can go between: starts, then the real ncclGroupEnd, then waits. Belongs to one
+/// thread and keeps its memory between uses: the launch path allocates nothing.
 class Launcher {
  public:
   Launcher();

@@ -15,8 +15,7 @@ ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
   for (const PendingOp& op : launcher.ops()) {
     while (result == ncclInProgress) {
       ncclResult_t state = ncclSuccess;
-      const ncclResult_t asked =
-          callReal(realNccl.ncclCommGetAsyncError, op.comm->comm, &state);
+      const ncclResult_t asked = callReal(realNccl.ncclCommGetAsyncError, op.comm->comm, &state);
       if (asked != ncclSuccess) return asked;
       if (state != ncclInProgress) break;
       const timespec nap{0, 20'000};

@@ -22,7 +22,8 @@ struct Creation {
 struct OpenGroup {
   int depth = 0;
   bool real = false;  ///< an operation or creation in it stays with NCCL
-  ncclResult_t failed = ncclSuccess;  ///< the first call in it that failed: then none of it is launched
+  ncclResult_t failed =
+      ncclSuccess;  ///< the first call in it that failed: then none of it is launched
   Launcher launcher;
   std::vector<Creation> creations;
 };
@@ -34,7 +35,8 @@ ncclResult_t groupEnd();
 
 /// A call that fails inside a group fails the group. Returns `result`.
 ncclResult_t noteResult(ncclResult_t result);
-/// Fails the communicators of a launch that could not be made, since their peers count it; logs why.
+/// Fails the communicators of a launch that could not be made, since their peers count it; logs
+/// why.
 Status launchFailed(const Status& status);
 
 }  // namespace hoccl

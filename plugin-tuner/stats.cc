@@ -43,18 +43,21 @@ std::size_t statsJson(char* out, std::size_t capacity) {
       }
     }
     text += fmt::format(
-        "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":\"{}\",\"paths\":{{"
-        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":{{{"
+        "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":"
+        "\"{}\",\"paths\":{{"
+        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
+        "{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
-        comm.steering() ? "\"shm\"" : "null",
-        escaped(comm.reason), ops[0], bytes[0], ops[1], bytes[1], reasons);
+        comm.steering() ? "\"shm\"" : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
+        bytes[1], reasons);
     firstComm = false;
   });
   ProcessCore& core = ProcessCore::get();
   const CommTable::Forgotten old = core.comms().forgotten();
-  text += fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
-                      old.communicators, old.ops[0], old.bytes[0]);
+  text +=
+      fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
+                  old.communicators, old.ops[0], old.bytes[0]);
   text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}}}}",
                       core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
                       core.waitCount(WaitKind::Parked));
@@ -84,7 +87,8 @@ void printStats() {
     std::string line = fmt::format("hoccl stats: {} earlier communicators:", old.communicators);
     for (int p = 0; p < kPaths; ++p) {
       if (old.ops[p] == 0) continue;
-      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), old.ops[p], old.bytes[p]);
+      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), old.ops[p],
+                          old.bytes[p]);
     }
     std::fprintf(stderr, "%s\n", line.c_str());
   }

@@ -22,12 +22,13 @@ bool SteeredCall::answer(const Status& status) {
   return true;
 }
 
-/// Where the call goes. Depends only on what all ranks concerned see alike, and on capture, which NCCL
-/// makes a property of all ranks.
+/// Where the call goes. Depends only on what all ranks concerned see alike, and on capture, which
+/// NCCL makes a property of all ranks.
 Path SteeredCall::choose(Pairs pairs) const {
   if (bytes_ < ProcessCore::get().config().minBytes) return Path::NcclSmall;
   const auto rank = static_cast<std::size_t>(pairs.rank);
-  const bool known = pairs.kind == Pairs::Kind::All || (pairs.rank >= 0 && pairs.rank < comm_->ranks);
+  const bool known =
+      pairs.kind == Pairs::Kind::All || (pairs.rank >= 0 && pairs.rank < comm_->ranks);
   if (!known) return Path::NcclPair;
   if (pairs.kind == Pairs::Kind::Peer) {
     if (!comm_->steering()) return Path::NcclUnsteered;
@@ -40,9 +41,9 @@ Path SteeredCall::choose(Pairs pairs) const {
   }
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   const CUresult asked = driver_->cuStreamIsCapturing(stream_, &capture);
-  // The legacy stream cannot be asked while another stream is captured; that, too, is a capture. Any
-  // other error is this rank's alone, and the launch will report it: passing the call to NCCL would leave
-  // the others waiting on the other path.
+  // The legacy stream cannot be asked while another stream is captured; that, too, is a capture.
+  // Any other error is this rank's alone, and the launch will report it: passing the call to NCCL
+  // would leave the others waiting on the other path.
   if (asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
       (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)) {
     return Path::NcclCapture;
@@ -56,7 +57,8 @@ bool SteeredCall::strictRefuses(Path path, Pairs pairs) const {
   if (!config.strict || bytes_ < config.minBytes) return false;
   if (path != Path::NcclUnsteered && path != Path::NcclPair) return false;
   if (pairs.kind == Pairs::Kind::All) return true;
-  if (pairs.rank < 0 || pairs.rank >= comm_->ranks) return false;  // NCCL says what is wrong with it
+  if (pairs.rank < 0 || pairs.rank >= comm_->ranks)
+    return false;  // NCCL says what is wrong with it
   return pairs.kind == Pairs::Kind::Root || pairs.rank != comm_->rank;
 }
 
@@ -68,7 +70,8 @@ bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std:
     return false;
   }
   if (comm_->settingUp.load(std::memory_order_acquire)) {
-    // An application that did not wait for its non-blocking communicator: the verdict has to come first.
+    // An application that did not wait for its non-blocking communicator: the verdict has to come
+    // first.
     result_ = finishSetups({comm_});
     if (result_ != ncclSuccess) return true;
   }

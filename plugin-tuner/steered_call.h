@@ -18,14 +18,16 @@ struct Pairs {
   int rank = 0;  ///< the peer, or the root
 };
 
-/// One intercepted call about data, from the decision where it goes to its launch. Lives in the call.
+/// One intercepted call about data, from the decision where it goes to its launch. Lives in the
+/// call.
 class SteeredCall {
  public:
   SteeredCall(ncclComm_t handle, cudaStream_t stream);
 
-  /// Whether the call is HOCCL's; `count` elements is what each pair moves, `verb` what messages call it
-  /// ("send to", "AllGather"). If so and result() is an error, the call has been answered with it. The
-  /// decision depends only on what all ranks concerned see alike.
+  /// Whether the call is HOCCL's; `count` elements is what each pair moves, `verb` what messages
+  /// call it
+  /// ("send to", "AllGather"). If so and result() is an error, the call has been answered with it.
+  /// The decision depends only on what all ranks concerned see alike.
   bool takes(const char* verb, Pairs pairs, ncclDataType_t type, std::size_t count);
   [[nodiscard]] ncclResult_t result() const { return result_; }
   [[nodiscard]] SteeredComm& comm() const { return *comm_; }
@@ -34,7 +36,8 @@ class SteeredCall {
   /// Finds a buffer's allocation; on failure the call is answered with the error.
   bool exports(const void* buffer, std::uint64_t bytes, ExportedBuffer* out);
   /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports.
-  void add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer, bool collective);
+  void add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer,
+           bool collective);
   /// After the last add: counts the call and launches it, in a group with the group's end.
   ncclResult_t launch(std::uint64_t movedBytes);
 

@@ -17,7 +17,7 @@ namespace hoccl {
   X(steer, Flag, "HOCCL_STEER", "1", 0, 1, "", 1,                                                   \
     "0 leaves every operation with NCCL; the job is plain NCCL")                                    \
   X(minBytes, Bytes, "HOCCL_MIN_BYTES", "64KiB", 64 << 10, 1ull << 40, "", 1,                       \
-    "smallest send or receive that is steered; smaller ones stay with NCCL")                        \
+    "smallest send, receive or block of a collective that is steered; smaller ones stay with NCCL")                        \
   X(strict, Flag, "HOCCL_STRICT", "0", 0, 1, "", 1,                                                 \
     "1 turns a steerable operation that would go to NCCL into an error that says why")              \
   X(stats, Flag, "HOCCL_STATS", "0", 0, 1, "", 0,                                                   \

@@ -59,8 +59,9 @@ Status StreamWaits::create(const Driver* driver, const std::string& policy,
     if (Status status = waits->loadKernel(); !status) {
       status = status.inContext("HOCCL_WAIT=" + policy + " needs a kernel that waits");
       if (waits->policy_ == Policy::Kernel || waits->channels_ == 1) return status;
-      logWarn("{}; streams wait by memory operations, and {} or more that wait at once can stop others",
-              status.message(), waits->channels_);
+      logWarn(
+          "{}; streams wait by memory operations, and {} or more that wait at once can stop others",
+          status.message(), waits->channels_);
       waits->policy_ = Policy::MemoryOp;
     }
   }
@@ -124,9 +125,14 @@ bool StreamWaits::takesChannel(CUstream stream, const Flag* flag, std::uint64_t 
 WaitKind StreamWaits::choose(CUstream stream, const Flag* flag, std::uint64_t value) {
   WaitKind kind = WaitKind::MemoryOp;
   switch (policy_) {
-    case Policy::MemoryOp: break;
-    case Policy::Kernel: kind = WaitKind::Kernel; break;
-    case Policy::Parked: kind = WaitKind::Parked; break;
+    case Policy::MemoryOp:
+      break;
+    case Policy::Kernel:
+      kind = WaitKind::Kernel;
+      break;
+    case Policy::Parked:
+      kind = WaitKind::Parked;
+      break;
     case Policy::Auto:
       if (channels_ == 1 || !takesChannel(stream, flag, value)) kind = WaitKind::Kernel;
       break;
@@ -139,7 +145,8 @@ Status StreamWaits::enqueue(WaitKind kind, CUstream stream, CUdeviceptr flag,
                             std::uint64_t value) const {
   if (kind == WaitKind::Kernel) {
     void* arguments[] = {&flag, &value};
-    return HOCCL_CU(driver_, cuLaunchKernel(kernel_, 1, 1, 1, 1, 1, 1, 0, stream, arguments, nullptr));
+    return HOCCL_CU(driver_,
+                    cuLaunchKernel(kernel_, 1, 1, 1, 1, 1, 1, 0, stream, arguments, nullptr));
   }
   if (kind == WaitKind::Parked) {
     HOCCL_RETURN_IF_ERROR(

@@ -15,30 +15,32 @@ namespace hoccl {
 enum class WaitKind : std::uint8_t {
   MemoryOp,  ///< a stream memory operation: costs nothing, but holds the stream's channel
   Kernel,    ///< one warp that polls: holds no channel, occupies an SM's warp slot
-  Parked,    ///< a memory operation behind a small copy to the device: holds that copy channel instead
+  Parked,    ///< a memory operation behind a small copy to the device: holds that copy channel
+             ///< instead
 };
 
-/// The ways of waiting in one context, and which one is right at the moment. A pending memory-op wait
-/// holds a hardware channel, and whatever else is mapped there stands still until the flag shows, so
-/// there must be more channels than streams that wait.
+/// The ways of waiting in one context, and which one is right at the moment. A pending memory-op
+/// wait holds a hardware channel, and whatever else is mapped there stands still until the flag
+/// shows, so there must be more channels than streams that wait.
 class StreamWaits {
  public:
   /// HOCCL_WAIT's values.
   enum class Policy { Auto, MemoryOp, Kernel, Parked };
 
-  /// Channels a process has in each direction of the copy engines while CUDA_DEVICE_MAX_CONNECTIONS is
-  /// not set (docs/facts.md); it has twice as many for kernels.
+  /// Channels a process has in each direction of the copy engines while CUDA_DEVICE_MAX_CONNECTIONS
+  /// is not set (docs/facts.md); it has twice as many for kernels.
   static constexpr unsigned kDefaultChannels = 4;
 
-  /// `policy` as HOCCL_WAIT has it. Loads the kernel and runs it once, and allocates what parking needs:
-  /// neither may happen while a transfer is pending. `context` must be current.
-  static Status create(const Driver* driver, const std::string& policy, std::unique_ptr<StreamWaits>* out);
+  /// `policy` as HOCCL_WAIT has it. Loads the kernel and runs it once, and allocates what parking
+  /// needs: neither may happen while a transfer is pending. `context` must be current.
+  static Status create(const Driver* driver, const std::string& policy,
+                       std::unique_ptr<StreamWaits>* out);
   ~StreamWaits();
   StreamWaits(const StreamWaits&) = delete;
   StreamWaits& operator=(const StreamWaits&) = delete;
 
-  /// The kind for a wait of `stream` that ends when `flag` shows `value`, and remembers it. Any thread,
-  /// no lock.
+  /// The kind for a wait of `stream` that ends when `flag` shows `value`, and remembers it. Any
+  /// thread, no lock.
   WaitKind choose(CUstream stream, const Flag* flag, std::uint64_t value);
   /// Enqueues a Kernel or Parked wait for the flag at that device address.
   Status enqueue(WaitKind kind, CUstream stream, CUdeviceptr flag, std::uint64_t value) const;

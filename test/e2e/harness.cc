@@ -134,6 +134,8 @@ void Job::spawn(int rank) {
   search = search.empty() ? library : library + ":" + search;
   environment["EMUCUDA_SESSION"] = session_;
   environment["HOCCL_MOVER_PATH"] = E2E_MOVER;
+  // Movers that spin while emulated copies take their time keep everything else from few CPUs.
+  environment["HOCCL_SPIN_US"] = "2";
   environment["NCCLSTANDIN_LOG"] = path(fmt::format("calls{}", rank));
   environment["NCCLSTANDIN_TIMEOUT_MS"] = "15000";
   if (state.preload) environment["LD_PRELOAD"] = E2E_SHIM;
