@@ -48,6 +48,10 @@ std::size_t typeBytes(ncclDataType_t type) {
   }
 }
 
+Status abortedStatus() {
+  return Status::error(Code::Aborted, "the communicator was aborted during the call");
+}
+
 ncclResult_t refuse(SteeredComm& comm, const Status& status) {
   std::lock_guard lock(comm.errorMutex);
   comm.lastError = "hoccl: " + status.message();

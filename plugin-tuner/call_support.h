@@ -15,6 +15,9 @@ ncclResult_t toNccl(Code code);
 /// Bytes of one element; 0 for a type this build does not know.
 std::size_t typeBytes(ncclDataType_t type);
 
+/// What a call on a communicator that another thread aborts is told.
+Status abortedStatus();
+
 /// Makes `status` what ncclGetLastError says of the communicator.
 ncclResult_t refuse(SteeredComm& comm, const Status& status);
 

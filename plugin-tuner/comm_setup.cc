@@ -125,6 +125,9 @@ bool CommSetup::advance() {
         comm_->collectiveSendSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->collectiveRecvSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->moverIndex = moverIndex_;
+        if (added_) {
+          comm_->moverGeneration = mover_->segment().communicator(moverIndex_).generation.load();
+        }
         comm_->mover = added_ ? mover_ : nullptr;
         if (!added_) comm_->reason = "this rank has no peer on another node within reach";
         step_ = Step::Done;

@@ -124,7 +124,9 @@ Status release(ncclComm_t handle, OpKind kind) {
   SteeredComm* comm = comms.find(handle);
   if (!comm) return {};
   Status status;
-  if (comm->mover && !comm->ended) status = comm->mover->endCommunicator(comm->moverIndex, kind);
+  // First of all: a thread that waits for room in a call of this communicator gives up.
+  const bool over = kind == OpKind::Abort ? comm->ended.exchange(true) : comm->ended.load();
+  if (comm->mover && !over) status = comm->mover->endCommunicator(comm->moverIndex, kind);
   comms.remove(handle);
   std::lock_guard lock(comm->setupMutex);
   comm->setup.reset();

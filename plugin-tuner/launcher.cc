@@ -21,6 +21,10 @@ void Launcher::clear() {
   streams_.clear();
 }
 
+bool Launcher::aborted() const {
+  return std::any_of(ops_.begin(), ops_.end(), [](const PendingOp& op) { return op.comm->ended.load(); });
+}
+
 /// One slot per (mover, stream). All streams of one mover form one launch, which the first one
 /// names.
 Status Launcher::prepare() {
@@ -44,7 +48,8 @@ Status Launcher::prepare() {
     for (; end < streams_.size() && streams_[end].mover == streams_[first].mover; ++end) {
       slots_.push_back(&streams_[end].slot);
     }
-    if (Status status = streams_[first].mover->takeSlots(slots_); !status) {
+    if (Status status = streams_[first].mover->takeSlots(slots_, [this] { return aborted(); });
+        !status) {
       streams_.resize(first);
       giveUp();
       return status;

@@ -28,6 +28,8 @@ class Launcher {
   [[nodiscard]] bool empty() const { return ops_.empty(); }
   [[nodiscard]] const std::vector<PendingOp>& ops() const { return ops_; }
   void clear();
+  /// Whether a communicator of these operations has been aborted meanwhile.
+  [[nodiscard]] bool aborted() const;
 
   /// Starts, hands the operations to their movers, and waits. `current` is the
   /// context the caller has made current, if it knows.

@@ -41,7 +41,7 @@ ncclResult_t endOutermost(OpenGroup& open) {
     // NCCL has nothing in this group.
     const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
     if (Status status = open.launcher.launch(); !status) return refuse(first, launchFailed(status));
-    return result;
+    return open.launcher.aborted() ? refuse(first, abortedStatus()) : result;
   }
   Status status = open.launcher.start();
   if (!status) (void)launchFailed(status);

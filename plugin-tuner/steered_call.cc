@@ -125,6 +125,7 @@ void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t o
   OpDescriptor& d = op.descriptor;
   d.kind = kind;
   d.communicator = comm_->moverIndex;
+  d.generation = comm_->moverGeneration;
   d.peer = peer;
   d.bytes = bytes_;
   const auto index = static_cast<std::size_t>(peer);
@@ -152,6 +153,8 @@ ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {
     result_ = refuse(*comm_, launchFailed(status));
   }
   open.launcher.clear();
+  // Aborted by another thread while this one waited for room.
+  if (result_ == ncclSuccess && comm_->ended) result_ = refuse(*comm_, abortedStatus());
   return result_;
 }
 

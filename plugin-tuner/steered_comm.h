@@ -64,8 +64,9 @@ struct SteeredComm {
   MoverClient* mover = nullptr;  ///< null: plain NCCL
   StreamWaits* waits = nullptr;  ///< of the communicator's context; set with `mover`
   std::uint32_t moverIndex = 0;
+  std::uint64_t moverGeneration = 0;  ///< of that index
   std::string reason;  ///< why it is plain NCCL
-  std::atomic<bool> ended{false};  ///< revoked: the mover knows it no more
+  std::atomic<bool> ended{false};  ///< aborted or revoked: the mover knows it no more
   std::vector<bool> reachable;  ///< by rank; itself where it has a mover
   /// By rank: whether all other ranks can be reached from there. The same on all ranks.
   std::vector<bool> reachesAll;

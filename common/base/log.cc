@@ -123,12 +123,15 @@ class LineSink final : public spdlog::sinks::sink {
 spdlog::logger& logger() {
   static spdlog::logger* const instance = [] {
     const std::string host = shortHostName();
-    int fd = STDERR_FILENO;
+    // Where the process has no standard error, the descriptor may become anything.
+    int fd = ::fcntl(STDERR_FILENO, F_GETFD) < 0 ? -1 : STDERR_FILENO;
     std::string problem;
     const char* pattern = std::getenv("HOCCL_LOG_FILE");
     if (pattern != nullptr && *pattern != '\0') {
       const std::string name = expandFileName(pattern, host);
-      const int opened = ::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+      // Not waiting for the reader of a FIFO, which is no file to log to.
+      const int opened =
+          ::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
       if (opened >= 0) {
         fd = opened;
       } else {

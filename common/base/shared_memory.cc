@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cerrno>
@@ -52,6 +53,13 @@ Status SharedMemory::create(const char* name, std::size_t bytes, SharedMemory* o
   if (bytes == 0) {
     return Status::error(Code::InvalidArgument,
                          fmt::format("shared memory '{}' of 0 bytes was asked for", name));
+  }
+  // Beyond this limit the kernel would not refuse, but kill.
+  if (rlimit limit{}; ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+    return Status::error(Code::System,
+                         fmt::format("shared memory '{}' of {} bytes is larger than the limit on file "
+                                     "sizes, {} bytes (ulimit -f): raise it",
+                                     name, bytes, limit.rlim_cur));
   }
   SharedMemory made;
   made.fd_.reset(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));

@@ -259,6 +259,7 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
   }
   CommunicatorRecord& record = segment_.communicator(free);
   record.errorCode.store(0);
+  record.generation.fetch_add(1);
   for (auto* counter : {&record.sentBytes, &record.sentOps, &record.receivedBytes,
                         &record.receivedOps}) {
     counter->store(0);
@@ -291,10 +292,16 @@ Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
   OpDescriptor descriptor{};
   descriptor.kind = kind;
   descriptor.communicator = index;
-  push(descriptor);
-  ring();
+  descriptor.generation = record.generation.load();
   const Deadline deadline = Deadline::afterMs(timeoutMs_);
   bool told = false;
+  // The ring is full where others are waiting for a mover that does not take anything.
+  while (!segment_.tryPush(descriptor) && !segment_.header().moverDead.load()) {
+    if (deadline.passed() && kind == OpKind::Abort) return endUnresponsive(index);
+    ring();
+    ::usleep(kFullNapUs);
+  }
+  ring();
   while (record.closes.load(std::memory_order_acquire) == before) {
     if (segment_.header().moverDead.load()) {
       record.state.store(static_cast<std::uint32_t>(CommunicatorState::Closed));
@@ -371,7 +378,7 @@ bool MoverClient::tryTakeSlot(std::uint64_t sequence, Slot* slot) {
   return false;
 }
 
-Status MoverClient::takeSlots(std::span<Slot* const> slots) {
+Status MoverClient::takeSlots(std::span<Slot* const> slots, const std::function<bool()>& cancelled) {
   if (slots.size() > segment_.launchSlots()) {
     return Status::error(Code::InvalidConfig,
                          fmt::format("a group over {} streams needs as many launch slots, and "
@@ -389,6 +396,9 @@ Status MoverClient::takeSlots(std::span<Slot* const> slots) {
     while (taken > 0) giveBack(*slots[--taken]);
     if (segment_.header().moverDead.load(std::memory_order_relaxed)) {
       return Status::error(Code::Remote, "the mover has ended");
+    }
+    if (cancelled && cancelled()) {
+      return Status::error(Code::Aborted, "the communicator was aborted");
     }
     if (spins > kSpins) ::usleep(kFullNapUs);
   }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -61,8 +62,8 @@ class MoverClient {
 
   // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
   /// Takes free launch slots, all or none; while too few are free it waits. Error: more than there are
-  /// (HOCCL_FLAG_POOL), or the mover is dead.
-  Status takeSlots(std::span<Slot* const> slots);
+  /// (HOCCL_FLAG_POOL), the mover is dead, or `cancelled` says so.
+  Status takeSlots(std::span<Slot* const> slots, const std::function<bool()>& cancelled = {});
   /// Asks for the cache lines that the next launch will touch and that the GPU or the mover wrote last,
   /// so that they arrive while the thread is in the driver.
   void prefetchLaunch() const;

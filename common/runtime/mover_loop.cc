@@ -233,6 +233,10 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
   // Its communicator was announced before, but perhaps after this round's look at the events.
   if (!communicators_[descriptor.communicator]) takeEvents();
   Communicator* communicator = communicators_[descriptor.communicator].get();
+  // A call that waited for room while its communicator was aborted comes after the next one's start.
+  if (descriptor.generation != segment_.communicator(descriptor.communicator).generation.load()) {
+    communicator = nullptr;
+  }
   switch (descriptor.kind) {
     case OpKind::ExtraStream:
       if (Launch* launch = launchOf(descriptor)) {

@@ -16,7 +16,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 3;
+inline constexpr std::uint32_t kSegmentVersion = 4;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -67,6 +67,8 @@ struct OpDescriptor {
   std::uint32_t launchOps;      ///< operations of this launch in all (the same in each)
   std::uint32_t launchStreams;  ///< streams of this launch, of which launchStreams-1 ExtraStream
   std::uint64_t bytes;
+  /// Which of the communicators that had this index; one that has ended takes no operation any more.
+  std::uint64_t generation;
   std::uint64_t pairSequence;  ///< counts the steered operations of (communicator, peer, direction)
   BufferRef buffer;
 };
@@ -84,6 +86,7 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint32_t> state;      ///< CommunicatorState
   std::atomic<std::uint32_t> errorCode;  ///< hoccl::Code; not 0 once an operation has failed
   std::atomic<std::uint64_t> closes;     ///< Abort and Close descriptors acknowledged
+  std::atomic<std::uint64_t> generation; ///< the application counts it up for each new communicator
   char errorText[400];  ///< complete before errorCode is set
   /// On a line of their own: the mover writes them with every operation, and the launch path reads what
   /// is above.

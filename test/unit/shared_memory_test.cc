@@ -3,10 +3,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <string>
 #include <utility>
 
 namespace hoccl {
@@ -95,6 +97,22 @@ TEST(UniqueFdTest, OwnsAndReleases) {
   EXPECT_FALSE(write.valid());
   EXPECT_NE(::fcntl(raw, F_GETFD), -1);
   ::close(raw);
+}
+
+TEST(SharedMemoryTest, ALimitOnFileSizesIsNamedAndKillsNobody) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const rlimit limit{1 << 20, 1 << 20};
+    if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) ::_exit(2);
+    SharedMemory memory;
+    const Status status = SharedMemory::create("test", 2 << 20, &memory);
+    const bool named = !status && status.message().find("ulimit -f") != std::string::npos;
+    ::_exit(named && SharedMemory::create("test", 1 << 20, &memory) ? 0 : 1);
+  }
+  int ended = 0;
+  ASSERT_EQ(::waitpid(child, &ended, 0), child);
+  ASSERT_TRUE(WIFEXITED(ended)) << "killed by signal " << WTERMSIG(ended);
+  EXPECT_EQ(WEXITSTATUS(ended), 0);
 }
 
 }  // namespace

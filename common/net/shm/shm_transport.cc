@@ -68,7 +68,7 @@ class Connecting final : public ShmHandshake {
     if (Status status = SharedMemory::create("hoccl-shm", ShmConnection::regionBytes(geometry_),
                                              &region_);
         !status) {
-      return status;
+      return status.inContext("staging of " + geometryText(geometry_.slots, geometry_.slotBytes));
     }
     const Greeting greeting{kGreetingMagic, kShmProtocol, geometry_.slots, geometry_.slotBytes,
                             self, peer};

@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
   }
   for (const auto* list :
        {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
-        &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios,
+        &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;

@@ -63,7 +63,7 @@ struct Scenario {
 };
 extern const std::vector<Scenario> kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
-    kFreesScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
+    kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
     kAbortStormScenarios;
 
 }  // namespace e2e
