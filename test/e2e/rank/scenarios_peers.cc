@@ -208,7 +208,7 @@ void beyond4GiB(const Rank& rank) {
     REQUIRE_NCCL(
         nccl().ncclRecv(reinterpret_cast<void*>(payload), kBytes, ncclUint8, 0, comm, stream));
   }
-  awaitStream(stream, "more than 4 GiB", 60000);
+  awaitStream(stream, "more than 4 GiB", 150000);
   say("ms",
       std::to_string(
           std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count()));
