@@ -167,7 +167,8 @@ SteeredComm* adoptCommunicator(ncclComm_t handle, const Creation& creation) {
   if (!creation.hasRoot) {
     const Status& own = ProcessCore::get().configStatus();
     const char* common = std::getenv("NCCL_COMM_ID");
-    comm->reason = !own ? own.message()
+    comm->reason = !own                 ? own.message()
+                   : creation.whyNoRoot ? creation.whyNoRoot
                    : common && *common
                        ? "NCCL_COMM_ID makes its unique id, which then has no room for HOCCL"
                        : "its unique id comes from a process without HOCCL, or one that "
@@ -318,6 +319,9 @@ ncclResult_t commShrink(ncclComm_t parent, int* excluded, int excludedCount, ncc
   creation.handle = comm;
   if (lowest < known->rankRoots.size()) {
     creation = descendant(*known, comm, known->rankRoots[lowest], sequence, 0);
+  } else {
+    creation.whyNoRoot =
+        "the communicator it shrinks out of did not get as far as to know its ranks";
   }
   return created(result, creation);
 }

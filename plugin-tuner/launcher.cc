@@ -22,7 +22,8 @@ void Launcher::clear() {
 }
 
 bool Launcher::aborted() const {
-  return std::any_of(ops_.begin(), ops_.end(), [](const PendingOp& op) { return op.comm->ended.load(); });
+  return std::any_of(ops_.begin(), ops_.end(),
+                     [](const PendingOp& op) { return op.comm->ended.load(); });
 }
 
 /// One slot per (mover, stream). All streams of one mover form one launch, which the first one
@@ -105,25 +106,13 @@ void Launcher::giveUp() {
   }
 }
 
-Status Launcher::launch(CUcontext current) {
+Status Launcher::begin(bool waitToo, CUcontext current) {
   HOCCL_RETURN_IF_ERROR(prepare());
   // One call for both where there is one stream. Else all starts first: streams share the GPU's
   // channels, and a start behind another stream's wait would never run.
-  const bool one = streams_.size() == 1;
+  waiting_ = waitToo && streams_.size() == 1;
   for (StreamLaunch& launch : streams_) {
-    if (Status status = issue(launch, true, one, current); !status) {
-      giveUp();
-      return status;
-    }
-  }
-  handOver();
-  return one ? Status() : wait();
-}
-
-Status Launcher::start() {
-  HOCCL_RETURN_IF_ERROR(prepare());
-  for (StreamLaunch& launch : streams_) {
-    if (Status status = issue(launch, true, false, nullptr); !status) {
+    if (Status status = issue(launch, true, waiting_, current); !status) {
       giveUp();
       return status;
     }
@@ -131,6 +120,13 @@ Status Launcher::start() {
   handOver();
   return {};
 }
+
+Status Launcher::launch(CUcontext current) {
+  HOCCL_RETURN_IF_ERROR(begin(true, current));
+  return waiting_ ? Status() : wait();
+}
+
+Status Launcher::start() { return begin(false, nullptr); }
 
 Status Launcher::wait() {
   Status first;

@@ -49,6 +49,7 @@ class Launcher {
     bool issued = false;
   };
   Status prepare();
+  Status begin(bool waitToo, CUcontext current);
   Status issue(StreamLaunch& launch, bool start, bool wait, CUcontext current);
   void handOver();
   void giveUp();
@@ -56,6 +57,7 @@ class Launcher {
   const Driver* driver_ = nullptr;
   std::vector<PendingOp> ops_;
   std::vector<StreamLaunch> streams_;
+  bool waiting_ = false;                   ///< the stream waits already
   std::vector<MoverClient::Slot*> slots_;  ///< scratch
 };
 

@@ -13,7 +13,7 @@ namespace {
 /// On non-blocking communicators NCCL may still be launching; the waits have to come after.
 ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
   for (const PendingOp& op : launcher.ops()) {
-    while (result == ncclInProgress) {
+    while (result == ncclInProgress && !op.comm->ended) {  // by an abort of another thread
       ncclResult_t state = ncclSuccess;
       const ncclResult_t asked = callReal(realNccl.ncclCommGetAsyncError, op.comm->comm, &state);
       if (asked != ncclSuccess) return asked;

@@ -15,6 +15,7 @@ struct Creation {
   AgreementKey key;
   Tail root;
   bool hasRoot = false;
+  const char* whyNoRoot = nullptr;  ///< where it is not the unique id's
   std::shared_ptr<const RollCall> rollCall;
 };
 

@@ -1,6 +1,7 @@
 #include "plugin-tuner/process_core.h"
 
 #include "common/base/log.h"
+#include "common/gpu/frees_seen.h"
 
 namespace hoccl {
 
@@ -31,17 +32,26 @@ Status ProcessCore::moverFor(CUdevice device, CUcontext* context, StreamWaits** 
     HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuDevicePrimaryCtxRetain(&entry.context, device)));
   }
   *context = entry.context;
-  const bool dead = !entry.movers.empty() &&
-                    entry.movers.back()->segment().header().moverDead.load() != 0;
+  const bool dead =
+      !entry.movers.empty() && entry.movers.back()->segment().header().moverDead.load() != 0;
   if (entry.movers.empty() || dead) {
     std::unique_ptr<MoverClient> client;
-    // Registering the segment and loading a kernel must not disturb a capture another thread is recording.
+    // Registering the segment and loading a kernel must not disturb a capture another thread is
+    // recording.
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     driver->cuThreadExchangeStreamCaptureMode(&mode);
     Status status;
+    if (devices_.size() == 1 && entry.movers.empty()) {
+      if (const FreesSeen frees = lookForFrees(); !frees.seen) {
+        logInfo(
+            "frees of device memory are not seen in this process: {}. What was used in a steered "
+            "operation stays mapped by the mover for a while after it is freed",
+            frees.why);
+      }
+    }
     if (!entry.waits) {
       ContextGuard guard(driver, entry.context);
-      status = StreamWaits::create(driver, config_.wait, &entry.waits);
+      status = StreamWaits::create(driver, config_.wait, config_.timeoutMs, &entry.waits);
     }
     if (status) status = MoverClient::start(driver, entry.context, config_, &client);
     driver->cuThreadExchangeStreamCaptureMode(&mode);

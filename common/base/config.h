@@ -44,9 +44,6 @@ namespace hoccl {
   X(importIdleMs, Millis, "HOCCL_IMPORT_IDLE_MS", "60000", 0, 86400000, "", 0,                      \
     "the mover unmaps an application's allocation that no operation has used for so long, up to twice "  \
     "that; 0 keeps it until it is freed")                                                           \
-  X(freesSeen, Choice, "HOCCL_FREES_SEEN", "auto", 0, 0, "auto|yes|no", 0,                          \
-    "whether the process's frees of device memory reach HOCCL before the memory goes: auto looks how the "  \
-    "CUDA run time is linked, yes and no say it where that cannot be told")                         \
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \
     "how the application's streams wait: by memory operations, by a kernel of one warp, by memory "  \
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \

@@ -117,14 +117,4 @@ FreesSeen lookForFrees() {
                       program())};
 }
 
-const FreesSeen& freesSeen(const Config& config) {
-  static const FreesSeen found = [&]() -> FreesSeen {
-    if (config.freesSeen != "auto") {
-      return {config.freesSeen == "yes", "HOCCL_FREES_SEEN=" + config.freesSeen};
-    }
-    return lookForFrees();
-  }();
-  return found;
-}
-
 }  // namespace hoccl

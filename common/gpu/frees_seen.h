@@ -2,8 +2,6 @@
 
 #include <string>
 
-#include "common/base/config.h"
-
 namespace hoccl {
 
 struct FreesSeen {
@@ -12,8 +10,7 @@ struct FreesSeen {
 };
 
 /// Whether this process's frees of device memory pass through the preloaded library, so that the
-/// movers let go of the memory first (rule 8). Looked at once, at the first call; HOCCL_FREES_SEEN
-/// overrides it.
+/// movers let go of the memory first (rule 8).
 ///
 /// Seen: a shared libcudart is mapped, whose users are bound to the preloaded cudaFree, or the
 /// program is linked with libcuda.so.1. Not seen: the library is not preloaded; another definition
@@ -22,12 +19,7 @@ struct FreesSeen {
 /// seen is loaded.
 ///
 /// Not told apart: a library that brings a run time of its own beside the shared one, or asks dlsym
-/// for libcuda's functions. NCCL, cuBLAS and their like do, but free only what they have allocated;
-/// memory that such a library frees and that goes into a steered operation needs
-/// HOCCL_FREES_SEEN=no.
-const FreesSeen& freesSeen(const Config& config);
-
-/// What a look at the process finds, without the setting.
+/// for libcuda's functions. NCCL, cuBLAS and their like do, but free only what they have allocated.
 FreesSeen lookForFrees();
 
 }  // namespace hoccl

@@ -1,9 +1,13 @@
 #include "common/gpu/stream_waits.h"
 
+#include <fmt/format.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 
 #include "common/base/log.h"
+#include "common/base/time.h"
 
 namespace hoccl {
 namespace {
@@ -49,14 +53,14 @@ unsigned channelsOfThisProcess() {
 
 }  // namespace
 
-Status StreamWaits::create(const Driver* driver, const std::string& policy,
+Status StreamWaits::create(const Driver* driver, const std::string& policy, std::uint64_t timeoutMs,
                            std::unique_ptr<StreamWaits>* out) {
   std::unique_ptr<StreamWaits> waits(new StreamWaits);
   waits->driver_ = driver;
   waits->policy_ = policyOf(policy);
   waits->channels_ = channelsOfThisProcess();
   if (waits->policy_ == Policy::Auto || waits->policy_ == Policy::Kernel) {
-    if (Status status = waits->loadKernel(); !status) {
+    if (Status status = waits->loadKernel(timeoutMs); !status) {
       status = status.inContext("HOCCL_WAIT=" + policy + " needs a kernel that waits");
       if (waits->policy_ == Policy::Kernel || waits->channels_ == 1) return status;
       logWarn(
@@ -70,31 +74,38 @@ Status StreamWaits::create(const Driver* driver, const std::string& policy,
   return {};
 }
 
-Status StreamWaits::loadKernel() {
+Status StreamWaits::loadKernel(std::uint64_t timeoutMs) {
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuModuleLoadData(&module_, kKernelPtx)));
   HOCCL_RETURN_IF_ERROR(
       HOCCL_CU(driver_, cuModuleGetFunction(&kernel_, module_, "hoccl_wait_geq_u64")));
   // The first launch of a kernel can wait for everything that is pending (FACTS 3): now, not later.
-  CUdeviceptr word = 0;
+  void* word = nullptr;
+  CUdeviceptr address = 0;
   CUstream stream = nullptr;
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemAlloc(&word, sizeof(std::uint64_t))));
-  Status status = HOCCL_CU(driver_, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
-  if (status) status = enqueue(WaitKind::Kernel, stream, word, 0);
-  if (status) status = HOCCL_CU(driver_, cuStreamSynchronize(stream));
-  if (stream) driver_->cuStreamDestroy(stream);
-  driver_->cuMemFree(word);
-  return status;
+  HOCCL_RETURN_IF_ERROR(
+      HOCCL_CU(driver_, cuMemHostAlloc(&word, sizeof(std::uint64_t), CU_MEMHOSTALLOC_DEVICEMAP)));
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemHostGetDevicePointer(&address, word, 0)));
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
+  HOCCL_RETURN_IF_ERROR(enqueue(WaitKind::Kernel, stream, address, 0));
+  const Deadline deadline = Deadline::afterMs(timeoutMs);
+  CUresult state = CUDA_ERROR_NOT_READY;
+  while ((state = driver_->cuStreamQuery(stream)) == CUDA_ERROR_NOT_READY) {
+    if (deadline.passed()) {
+      return Status::error(Code::Timeout,
+                           fmt::format("its first run did not end within {} ms (HOCCL_TIMEOUT_MS): "
+                                       "the GPU, or what is pending on it, holds it up",
+                                       timeoutMs));
+    }
+    ::usleep(50);
+  }
+  if (state != CUDA_SUCCESS) return driver_->error("cuStreamQuery", state);
+  driver_->cuStreamDestroy(stream);
+  return {};
 }
 
 Status StreamWaits::prepareParking() {
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemAlloc(&parkTo_, kParkBytes)));
   return HOCCL_CU(driver_, cuMemHostAlloc(&parkFrom_, kParkBytes, CU_MEMHOSTALLOC_PORTABLE));
-}
-
-StreamWaits::~StreamWaits() {
-  if (parkFrom_) driver_->cuMemFreeHost(parkFrom_);
-  if (parkTo_) driver_->cuMemFree(parkTo_);
-  if (module_) driver_->cuModuleUnload(module_);
 }
 
 bool StreamWaits::takesChannel(CUstream stream, const Flag* flag, std::uint64_t value) {

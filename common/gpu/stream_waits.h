@@ -31,11 +31,11 @@ class StreamWaits {
   /// is not set (docs/facts.md); it has twice as many for kernels.
   static constexpr unsigned kDefaultChannels = 4;
 
-  /// `policy` as HOCCL_WAIT has it. Loads the kernel and runs it once, and allocates what parking
-  /// needs: neither may happen while a transfer is pending. `context` must be current.
-  static Status create(const Driver* driver, const std::string& policy,
+  /// `policy` as HOCCL_WAIT has it. Loads the kernel and runs it once, for at most `timeoutMs`, and
+  /// allocates what parking needs: neither may happen while a transfer is pending. The context must
+  /// be current. What is allocated stays: a free could wait for whatever is pending in the context.
+  static Status create(const Driver* driver, const std::string& policy, std::uint64_t timeoutMs,
                        std::unique_ptr<StreamWaits>* out);
-  ~StreamWaits();
   StreamWaits(const StreamWaits&) = delete;
   StreamWaits& operator=(const StreamWaits&) = delete;
 
@@ -56,7 +56,7 @@ class StreamWaits {
     std::atomic<std::uint64_t> value{0};
   };
   StreamWaits() = default;
-  Status loadKernel();
+  Status loadKernel(std::uint64_t timeoutMs);
   Status prepareParking();
   /// Whether a memory-op wait of that stream leaves a channel to others; remembers it if so.
   bool takesChannel(CUstream stream, const Flag* flag, std::uint64_t value);

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 import procs
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -93,6 +95,13 @@ def tail(path, lines=40, limit=6000):
     return "\n".join(kept[-lines:])[-limit:]
 
 
+def without_paths(text):
+    """Results outlive the machine: where the sources and Python lay there says nothing."""
+    for path, name in ((ROOT, "."), (sys.prefix, "<python>"), (sys.base_prefix, "<python>")):
+        text = text.replace(path + os.sep, name + os.sep)
+    return text
+
+
 class Reporter:
     """One JSON line a test, written at once: what is done stays even if the group is killed."""
 
@@ -102,6 +111,7 @@ class Reporter:
 
     def record(self, test, outcome, seconds=0.0, detail="", figures=None):
         assert outcome in OUTCOMES, outcome
+        detail = without_paths(detail)
         self.outcomes.append(outcome)
         line = {
             "group": self._group,

@@ -159,8 +159,9 @@ TEST(LiveMovers, AClientThatGoesWaitsForWhoLooksAtIt) {
 std::string lookIn(const std::string& environment, const std::string& program = "/proc/self/exe") {
   std::string path = program;
   if (path == "/proc/self/exe") path = std::filesystem::read_symlink(path).string();
-  const std::string text = outputOf("env FREES_LOOK=1 " + environment + " " + path +
-                                    " --gtest_also_run_disabled_tests --gtest_filter=FreesSeen.DISABLED_LooksInThisProcess");
+  const std::string text = outputOf(
+      "env FREES_LOOK=1 " + environment + " " + path +
+      " --gtest_also_run_disabled_tests --gtest_filter=FreesSeen.DISABLED_LooksInThisProcess");
   const std::size_t at = text.find("LOOK ");
   return at == std::string::npos ? text : text.substr(at + 5, text.find('\n', at) - at - 5);
 }
@@ -213,14 +214,6 @@ TEST(FreesSeen, NotInAProgramWithARunTimeOfItsOwn) {
       lookIn("LD_PRELOAD=" + kShim + ":" + kFixtures + "libcudart.so.13", copy);
   std::filesystem::remove(copy);
   EXPECT_TRUE(contains(found, "0 the CUDA run time is linked statically into ")) << found;
-}
-
-TEST(FreesSeen, TheSettingDecidesWhereItIsSet) {
-  Config config = Config::defaults();
-  ASSERT_TRUE(config.set("HOCCL_FREES_SEEN", "yes"));
-  const FreesSeen& found = freesSeen(config);
-  EXPECT_TRUE(found.seen);
-  EXPECT_EQ(found.why, "HOCCL_FREES_SEEN=yes");
 }
 
 }  // namespace

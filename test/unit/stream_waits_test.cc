@@ -12,7 +12,9 @@
 namespace hoccl {
 namespace {
 
+constexpr std::uint64_t kTimeoutMs = 100;
 int launches = 0;
+CUresult streamState = CUDA_SUCCESS;
 
 const Driver* fakeDriver(bool kernelLoads = true) {
   static Driver driver;
@@ -20,10 +22,10 @@ const Driver* fakeDriver(bool kernelLoads = true) {
                                 ? [](CUmodule*, const void*) { return CUDA_SUCCESS; }
                                 : [](CUmodule*, const void*) { return CUDA_ERROR_INVALID_PTX; };
   driver.cuModuleGetFunction = [](CUfunction*, CUmodule, const char*) { return CUDA_SUCCESS; };
-  driver.cuMemAlloc = [](CUdeviceptr*, size_t) { return CUDA_SUCCESS; };
-  driver.cuMemFree = [](CUdeviceptr) { return CUDA_SUCCESS; };
+  driver.cuMemHostAlloc = [](void**, size_t, unsigned) { return CUDA_SUCCESS; };
+  driver.cuMemHostGetDevicePointer = [](CUdeviceptr*, void*, unsigned) { return CUDA_SUCCESS; };
   driver.cuStreamCreate = [](CUstream*, unsigned) { return CUDA_SUCCESS; };
-  driver.cuStreamSynchronize = [](CUstream) { return CUDA_SUCCESS; };
+  driver.cuStreamQuery = [](CUstream) { return streamState; };
   driver.cuStreamDestroy = [](CUstream) { return CUDA_SUCCESS; };
   driver.cuLaunchKernel = [](CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, CUstream, void**, void**) {
@@ -49,7 +51,7 @@ class StreamWaitsTest : public testing::Test {
   void TearDown() override { unsetenv("CUDA_DEVICE_MAX_CONNECTIONS"); }
   std::unique_ptr<StreamWaits> make(const char* policy) {
     std::unique_ptr<StreamWaits> waits;
-    Status status = StreamWaits::create(fakeDriver(), policy, &waits);
+    Status status = StreamWaits::create(fakeDriver(), policy, kTimeoutMs, &waits);
     EXPECT_TRUE(status) << status.message();
     return waits;
   }
@@ -116,13 +118,23 @@ TEST_F(StreamWaitsTest, TheKernelRunsOnceBeforeItIsNeeded) {
 
 TEST_F(StreamWaitsTest, WithoutItsKernelAutoWaitsByMemoryOperationsWhereThereAreChannels) {
   std::unique_ptr<StreamWaits> waits;
-  ASSERT_TRUE(StreamWaits::create(fakeDriver(false), "auto", &waits));
+  ASSERT_TRUE(StreamWaits::create(fakeDriver(false), "auto", kTimeoutMs, &waits));
   EXPECT_EQ(waits->choose(stream(1), &flags_[1], 1), WaitKind::MemoryOp);
-  const Status refused = StreamWaits::create(fakeDriver(false), "kernel", &waits);
+  const Status refused = StreamWaits::create(fakeDriver(false), "kernel", kTimeoutMs, &waits);
   ASSERT_FALSE(refused);
   EXPECT_NE(refused.message().find("HOCCL_WAIT=kernel"), std::string::npos) << refused.message();
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
-  EXPECT_FALSE(StreamWaits::create(fakeDriver(false), "auto", &waits));
+  EXPECT_FALSE(StreamWaits::create(fakeDriver(false), "auto", kTimeoutMs, &waits));
+}
+
+TEST_F(StreamWaitsTest, AFirstRunThatDoesNotEndIsNotWaitedForForEver) {
+  streamState = CUDA_ERROR_NOT_READY;
+  std::unique_ptr<StreamWaits> waits;
+  const Status late = StreamWaits::create(fakeDriver(), "kernel", kTimeoutMs, &waits);
+  streamState = CUDA_SUCCESS;
+  ASSERT_FALSE(late);
+  EXPECT_EQ(late.code(), Code::Timeout);
+  EXPECT_NE(late.message().find("100 ms"), std::string::npos) << late.message();
 }
 
 }  // namespace
