@@ -24,7 +24,8 @@ struct PendingOp {
 class Launcher {
  public:
   Launcher();
-  void add(const PendingOp& op) { ops_.push_back(op); }
+  /// A new operation, all zero, to be filled in.
+  PendingOp& add() { return ops_.emplace_back(); }
   [[nodiscard]] bool empty() const { return ops_.empty(); }
   [[nodiscard]] const std::vector<PendingOp>& ops() const { return ops_; }
   void clear();

@@ -119,7 +119,7 @@ bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, ExportedBuffe
 
 void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer,
                       bool collective) {
-  PendingOp op;
+  PendingOp& op = openGroup().launcher.add();
   op.comm = comm_;
   op.stream = stream_;
   OpDescriptor& d = op.descriptor;
@@ -142,7 +142,6 @@ void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t o
   d.buffer.allocationBytes = buffer.allocationBytes;
   d.buffer.offset = buffer.offset + offset;
   std::memcpy(d.buffer.ipcHandle, &buffer.handle, sizeof d.buffer.ipcHandle);
-  openGroup().launcher.add(op);
 }
 
 ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {

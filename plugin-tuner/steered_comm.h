@@ -89,8 +89,12 @@ struct SteeredComm {
   [[nodiscard]] bool steering() const { return mover != nullptr; }
   void count(Path path, std::uint64_t bytes) {
     PathCounters& counter = counters[static_cast<int>(path)];
-    counter.ops.fetch_add(1, std::memory_order_relaxed);
-    counter.bytes.fetch_add(bytes, std::memory_order_relaxed);
+    // One thread at a time uses a communicator, as NCCL demands; others only read.
+    const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t n) {
+      to.store(to.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    };
+    add(counter.ops, 1);
+    add(counter.bytes, bytes);
   }
   /// Why the communicator cannot be used any more; ok while it can.
   [[nodiscard]] Status health();

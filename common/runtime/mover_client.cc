@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/base/light_fence.h"
 #include "common/base/log.h"
 #include "common/base/time.h"
 #include "common/base/unix_socket.h"
@@ -92,6 +93,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   HOCCL_RETURN_IF_ERROR(
       SharedMemory::create("hoccl-segment", Segment::bytesFor(slots), &client->memory_));
   client->segment_ = Segment::create(client->memory_.data(), slots);
+  client->segment_.header().lightFences.store(registerLightFences() ? 1 : 0);
   client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {
@@ -446,8 +448,13 @@ void MoverClient::push(const OpDescriptor& descriptor) {
 }
 
 void MoverClient::ring() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
   SegmentHeader& header = segment_.header();
+  // Between the push and the look whether the mover sleeps; the mover has its half in rest().
+  if (header.lightFences.load(std::memory_order_relaxed)) {
+    lightFence();
+  } else {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
   if (header.moverSleeps.load(std::memory_order_relaxed)) {
     const std::uint64_t one = 1;
     [[maybe_unused]] ssize_t put = ::write(bell_.get(), &one, sizeof one);

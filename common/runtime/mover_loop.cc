@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/base/light_fence.h"
 #include "common/base/log.h"
 #include "common/base/relax_cpu.h"
 #include "common/base/time.h"
@@ -199,9 +200,18 @@ void MoverLoop::rest(bool moved) {
   for (auto& [peer, link] : links_) active = active || link->active();
   // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
   // call, and a nap ends by itself.
-  const bool sleep = !active && now - lastProgressNs_ > kDrowsyNs;
+  bool sleep = !active && now - lastProgressNs_ > kDrowsyNs;
   SegmentHeader& header = segment_.header();
-  if (sleep) header.moverSleeps.store(1, std::memory_order_seq_cst);
+  if (sleep) {
+    header.moverSleeps.store(1, std::memory_order_seq_cst);
+    if (header.lightFences.load(std::memory_order_relaxed) && !heavyFence()) {
+      // Filtered in this process alone: the application fences in full from now on, and one nap is
+      // longer than a ring that has not seen that can be under way.
+      header.lightFences.store(0);
+      header.moverSleeps.store(0);
+      sleep = false;
+    }
+  }
   if (!sleep || (segment_.empty() && queues_->toLoop.empty())) {
     napNs_ = std::clamp(napNs_ * 2, kFirstNapNs, std::max(kFirstNapNs, pollMaxNs_));
     // Imports that may become idle bound even the sleep.

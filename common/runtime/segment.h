@@ -16,7 +16,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 4;
+inline constexpr std::uint32_t kSegmentVersion = 5;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -115,6 +115,8 @@ struct alignas(kCacheLine) SegmentHeader {
   /// 1 while the mover sleeps without a bound: who adds an operation rings the event descriptor.
   alignas(kCacheLine) std::atomic<std::uint32_t> moverSleeps;
   std::atomic<std::uint32_t> moverDead;  ///< set by the application's watcher thread
+  /// 1: the application rings with light fences, so that a mover issues a heavy one before it sleeps.
+  std::atomic<std::uint32_t> lightFences;
   // What the mover did, for `hoccl` and the tests.
   alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
   std::atomic<std::uint64_t> chunksOut, chunksIn, imports, unmaps;
