@@ -35,8 +35,8 @@ class Collective {
     return call_.exports(out, block() * (perRank ? static_cast<std::uint64_t>(ranks()) : 1), &out_);
   }
   /// This rank's block for `peer`, and the block that comes from there.
-  void send(int peer) { add(OpKind::Send, in_, perRankIn_ ? peer : 0, peer); }
-  void receive(int peer) { add(OpKind::Recv, out_, perRankOut_ ? peer : 0, peer); }
+  void send(int peer) { add(OpKind::Send, &in_, perRankIn_ ? peer : 0, peer); }
+  void receive(int peer) { add(OpKind::Recv, &out_, perRankOut_ ? peer : 0, peer); }
   void ownBlock() {
     send(rank());
     receive(rank());
@@ -48,13 +48,13 @@ class Collective {
   void launch() { call_.launch(moved_); }
 
  private:
-  void add(OpKind kind, const ExportedBuffer& buffer, int blockIndex, int peer) {
+  void add(OpKind kind, SteeredCall::Buffer* buffer, int blockIndex, int peer) {
     call_.add(kind, buffer, block() * static_cast<std::uint64_t>(blockIndex), peer, true);
     if (peer != rank()) moved_ += block();
   }
 
   SteeredCall call_;
-  ExportedBuffer in_, out_;
+  SteeredCall::Buffer in_, out_;
   bool perRankIn_ = false, perRankOut_ = false;
   std::uint64_t moved_ = 0;
 };

@@ -6,6 +6,19 @@
 #include "common/runtime/state_machine.h"
 
 namespace hoccl {
+namespace {
+
+/// The side of a copy that is the operation's own buffer.
+void userSide(const Op& op, std::uint64_t offset, LaneJob* job) {
+  const CUdeviceptr address = op.address + offset;
+  if (op.descriptor.buffer.kind == BufferKind::Staging) {
+    job->staging = reinterpret_cast<std::byte*>(address);
+  } else {
+    job->device = address;
+  }
+}
+
+}  // namespace
 
 /// The conditions and actions of the chunk state machines.
 struct ChunkRules {
@@ -45,7 +58,7 @@ struct ChunkRules {
     Link& link = *c.link;
     const Slot& slot = inSlot(c);
     LaneJob job;
-    job.device = c.op->address + c.offset;
+    userSide(*c.op, c.offset, &job);
     job.host = slot.data;
     job.bytes = c.length;
     // `finish` first: once the slot's flag shows, nothing of this operation is still to be written.
@@ -81,7 +94,8 @@ namespace {
 using Rule = Transition<ChunkState, Chunk>;
 
 constexpr Rule kOutRules[] = {
-    {ChunkState::Copying, ChunkState::HandedOver, ChunkRules::copiedShared, ChunkRules::countCopied},
+    {ChunkState::Copying, ChunkState::HandedOver, ChunkRules::copiedShared,
+     ChunkRules::countCopied},
     {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::countCopied},
     {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::nothing},
     {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::credited, ChunkRules::freeOut},
@@ -185,21 +199,26 @@ bool Link::announce(const Message& message) {
       message.turn <= chunk.turn) {
     return false;
   }
-  if (message.offset > message.bytes || message.length > message.bytes - message.offset) return false;
+  if (message.offset > message.bytes || message.length > message.bytes - message.offset)
+    return false;
   chunk.turn = message.turn;
   chunk.offset = message.offset;
   chunk.length = message.length;
   chunk.announcement = message;
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
-    case Claim::Ready: chunk.op->announced += message.length; break;
+    case Claim::Ready:
+      chunk.op->announced += message.length;
+      break;
     case Claim::Early:
       chunk.op = nullptr;
       chunk.early = true;
       ++early_;
       break;
     case Claim::Mismatch:
-    case Claim::Unwanted: chunk.op = nullptr; break;
+    case Claim::Unwanted:
+      chunk.op = nullptr;
+      break;
   }
   chunk.state = ChunkState::Announced;
   ++inBusy_;
@@ -242,7 +261,7 @@ bool Link::claimOut() {
   op.issued += chunk.length;
   ++op.copiesInFlight;
   LaneJob job;
-  job.device = op.address + chunk.offset;
+  userSide(op, chunk.offset, &job);
   job.host = slot.data;
   job.bytes = chunk.length;
   if (chunk.length == op.descriptor.bytes) job.writes[0] = owner_->finishWrite(op);  // see copyIn
@@ -253,7 +272,8 @@ bool Link::claimOut() {
     ++nextSend_;
   }
   if (Status status = lanes.submit(job); !status) {
-    // Announced, but never filled: `ready` must not show, or the receiver would take it for the bytes.
+    // Announced, but never filled: `ready` must not show, or the receiver would take it for the
+    // bytes.
     owner_->fatal(status);
     ChunkRules::countCopied(chunk);
     chunk.state = ChunkState::HandedOver;

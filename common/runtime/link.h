@@ -12,8 +12,8 @@
 
 namespace hoccl {
 
-/// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →) HandedOver →
-/// Idle, an in-slot Idle → Announced → Copying → Idle.
+/// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →)
+/// HandedOver → Idle, an in-slot Idle → Announced → Copying → Idle.
 enum class ChunkState : std::uint8_t {
   Idle,
   Announced,   ///< in: the peer says that bytes are on their way into the slot
@@ -37,9 +37,9 @@ struct Chunk {
   Message announcement{};  ///< in
 };
 
-/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes a
-/// chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs in
-/// flight is bounded, since a full queue would block the submitting call.
+/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes
+/// a chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs
+/// in flight is bounded, since a full queue would block the submitting call.
 struct SharedLanes {
   static constexpr std::size_t kCount = 2;
   std::array<std::unique_ptr<Lane>, kCount> lanes;
@@ -47,6 +47,10 @@ struct SharedLanes {
   std::uint32_t inFlight = 0;
   std::size_t next = 0;
   [[nodiscard]] bool room() const { return inFlight < depth; }
+  /// `scratch` holds a job of `bytes` for each lane.
+  void useScratch(CUdeviceptr scratch, std::uint64_t bytes) {
+    for (std::size_t i = 0; i < kCount; ++i) lanes[i]->useScratch(scratch + i * bytes);
+  }
   Status submit(const LaneJob& job) {
     ++inFlight;
     next = (next + 1) % kCount;
@@ -99,8 +103,8 @@ class Link {
   [[nodiscard]] bool receive(Message* message) { return connection_->tryReceive(message); }
 
   /// A send that may move: its chunks go out in turn with those of others. Until the receiver is
-  /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver that
-  /// does not come holds up nobody (rule 7).
+  /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver
+  /// that does not come holds up nobody (rule 7).
   void startSend(Op* op);
   /// A receive that may move takes the chunks that came before it.
   void startReceive(Op* op);
@@ -160,9 +164,9 @@ class Link {
   std::vector<Message> backlog_;  ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
-  std::uint32_t eager_ = 0;       ///< out-slots in use by eager chunks
+  std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;
-  std::uint32_t early_ = 0;       ///< in-slots that wait for their receive
+  std::uint32_t early_ = 0;  ///< in-slots that wait for their receive
 };
 
 }  // namespace hoccl
