@@ -54,7 +54,7 @@ std::string shapeText(const Shape& shape) {
 /// Counters of all ranks together.
 struct Counts {
   bool steeringKnown = false;
-  std::uint64_t staged = 0, nccl = 0;
+  std::uint64_t staged = 0, appCopies = 0, nccl = 0;
   std::string reasons, transport;
   bool emulatorKnown = false;
   std::uint64_t kernels = 0, lateNs = 0;
@@ -139,6 +139,7 @@ Status NcclMeasurement::counts(Counts* out) {
     if (const Json& steering = answer.at("steering"); !steering.is_null()) {
       sum.steeringKnown = true;
       sum.staged += steering.at("staged").get<std::uint64_t>();
+      sum.appCopies += steering.at("app-copies").get<std::uint64_t>();
       sum.nccl += steering.at("nccl").get<std::uint64_t>();
       if (sum.reasons.empty()) sum.reasons = steering.at("reasons");
       if (sum.transport.empty()) sum.transport = steering.at("transport");
@@ -173,8 +174,9 @@ Status NcclMeasurement::launches(const IterationPlan& plan, Row* row) {
 /// has no hand in: where nothing at all was counted, everything went to NCCL.
 std::string pathName(const std::string& impl, const Counts& from, const Counts& to) {
   if (!to.steeringKnown) return impl == "nccl" ? "nccl" : "";
-  const bool staged = to.staged > from.staged, nccl = to.nccl > from.nccl;
-  return staged && nccl ? "mixed" : staged ? "staged" : "nccl";
+  const bool staged = to.staged > from.staged, copies = to.appCopies > from.appCopies;
+  if (staged + copies + (to.nccl > from.nccl) > 1) return "mixed";
+  return staged ? "staged" : copies ? "app-copies" : "nccl";
 }
 
 Row newRow(const Setting& setting, const std::string& impl, const Shape& shape) {
@@ -240,10 +242,12 @@ Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
   }
   if (after.steeringKnown) {
     result->paths.known = true;
-    result->paths.steered += after.staged - before.staged;
-    result->paths.total += after.staged + after.nccl - before.staged - before.nccl;
+    const std::uint64_t steered =
+        after.staged + after.appCopies - before.staged - before.appCopies;
+    result->paths.steered += steered;
+    result->paths.total += steered + after.nccl - before.nccl;
     result->reasons = after.reasons;
-    if (row.path == "staged" && !after.transport.empty()) row.transport = after.transport;
+    if ((row.path == "staged" || row.path == "app-copies") && !after.transport.empty()) row.transport = after.transport;
   }
   result->windows.push_back(window);
   result->rows.push_back(std::move(row));

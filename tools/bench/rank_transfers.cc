@@ -131,6 +131,7 @@ Status RankTransfers::counts(nlohmann::json* answer) {
   (*answer)["steering"] = nullptr;
   if (steering.known)
     (*answer)["steering"] = {{"staged", steering.staged},
+                             {"app-copies", steering.appCopies},
                              {"nccl", steering.nccl},
                              {"transport", steering.transport},
                              {"reasons", steering.reasons}};
