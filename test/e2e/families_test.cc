@@ -124,6 +124,13 @@ TEST(Shrink, WithoutRankZeroWhoseProcessHasEnded) {
   for (int rank : {1, 2}) expectSteered(job, rank, 3);
 }
 
+TEST(Grow, ByAllOtherRanksTwiceOutOfOneParent) {
+  Job job("grow", 4);
+  job.finish(60);
+  // Two grown ones with a split each, the world, and of two ranks the pair.
+  for (int rank = 0; rank < 4; ++rank) expectSteered(job, rank, rank < 2 ? 6 : 5);
+}
+
 TEST(Revoke, EndsWhatIsPendingAndLeavesOthersAlone) {
   Job job("revoke", 3);
   job.finish();
