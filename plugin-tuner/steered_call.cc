@@ -129,7 +129,9 @@ void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t o
   d.peer = peer;
   d.bytes = bytes_;
   const auto index = static_cast<std::size_t>(peer);
-  if (collective) {
+  if (kind == OpKind::Mirror) {
+    d.pairSequence = (comm_->collectiveSendSequence[index] - 1) | kCollectiveSequence;
+  } else if (collective) {
     auto& sequences =
         kind == OpKind::Send ? comm_->collectiveSendSequence : comm_->collectiveRecvSequence;
     d.pairSequence = sequences[index]++ | kCollectiveSequence;
