@@ -82,7 +82,7 @@ class LinkOwner {
   virtual void fatal(const Status& status) = 0;
 };
 
-/// Fills in where in the application's memory `job` begins: `offset` bytes from the start of `op`'s buffer.
+/// Fills in the application's side of `job`: `offset` bytes from the start of `op`'s buffer.
 void userSide(const Op& op, std::uint64_t offset, LaneJob* job);
 
 /// The staging slots and messages between this mover and one peer's, with the chunks in them.

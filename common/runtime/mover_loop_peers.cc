@@ -365,8 +365,10 @@ std::string MoverLoop::describeUsers(const Import* import) const {
     why = "its stream has not reached it";
   } else if (op.waiting & Op::kForLink) {
     why = "the connection to the peer's mover does not stand yet";
-  } else if (op.waiting & (Op::kForImport | Op::kForMirror)) {
+  } else if (op.waiting & Op::kForImport) {
     why = "its buffer is just being mapped";
+  } else if (op.waiting & Op::kForMirror) {
+    why = "where the rank's own block goes is just being mapped";
   } else if (op.send() && !op.matched) {
     why = "the peer has not called its receive";
   } else if (op.descriptor.kind == OpKind::Recv && op.announced == 0) {

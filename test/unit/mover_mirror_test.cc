@@ -161,7 +161,10 @@ TEST(Mirror, NothingMovesBeforeItsBufferIsMapped) {
 TEST(Mirror, ABufferThatCannotBeMappedFailsTheWholeLaunch) {
   for (bool late : {false, true}) {
     Two two;
-    DeviceBuffer in(300'001), own(300'001), to(300'001);
+    DeviceBuffer in(300'001), own(300'001), to(300'001), pending(70'001);
+    // A failed mover with nothing to do sleeps, and does not see that the other rank comes.
+    two.add(1, kId + 1);
+    two.a->launch({receiveFrom(1, 0, pending, 1)});
     TestMover::OpSpec mirror = mirrorOf(1, 0, own);
     mirror.buffer = refTo(own, freshAllocation(), CUDA_ERROR_INVALID_VALUE);
     fakeImports().held = late;
