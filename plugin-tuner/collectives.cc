@@ -1,5 +1,5 @@
-// Collectives as the sends and receives they consist of. Where input and output differ, a rank's own
-// block goes through its mover as well: a copy within the device would be a kernel.
+// Collectives as the sends and receives they consist of. Where input and output differ, a rank's
+// own block goes through its mover as well: a copy within the device would be a kernel.
 
 #include "plugin-tuner/call_support.h"
 #include "plugin-tuner/operations.h"
@@ -35,18 +35,18 @@ class Collective {
     return call_.exports(out, block() * (perRank ? static_cast<std::uint64_t>(ranks()) : 1), &out_);
   }
   /// This rank's block for `peer`, and the block that comes from there.
-  void send(int peer) { add(OpKind::Send, in_, perRankIn_ ? peer : 0, peer); }
-  void receive(int peer) { add(OpKind::Recv, out_, perRankOut_ ? peer : 0, peer); }
+  void send(int peer) { add(OpKind::Send, &in_, perRankIn_ ? peer : 0, peer); }
+  void receive(int peer) { add(OpKind::Recv, &out_, perRankOut_ ? peer : 0, peer); }
   /// This rank's block for itself, which goes to nobody else.
   void ownBlock() {
     send(rank());
     receive(rank());
   }
-  /// This rank's block where all get the same, after the sends to the others: copied out for one of them
-  /// and copied in both there and here.
+  /// This rank's block where all get the same, after the sends to the others: copied out for one of
+  /// them and copied in both there and here.
   void ownBlockOfAll() {
     if (ranks() == 1) return ownBlock();
-    add(OpKind::Mirror, out_, perRankOut_ ? rank() : 0, after(1));
+    add(OpKind::Mirror, &out_, perRankOut_ ? rank() : 0, after(1));
   }
   /// The other ranks in the order in which rank r sends to r+1, r+2, …, and receives from r-1, r-2,
   /// …, so that at no time all of them send to one.
@@ -55,13 +55,13 @@ class Collective {
   void launch() { call_.launch(moved_); }
 
  private:
-  void add(OpKind kind, const ExportedBuffer& buffer, int blockIndex, int peer) {
+  void add(OpKind kind, SteeredCall::Buffer* buffer, int blockIndex, int peer) {
     call_.add(kind, buffer, block() * static_cast<std::uint64_t>(blockIndex), peer, true);
     if (peer != rank() && kind != OpKind::Mirror) moved_ += block();
   }
 
   SteeredCall call_;
-  ExportedBuffer in_, out_;
+  SteeredCall::Buffer in_, out_;
   bool perRankIn_ = false, perRankOut_ = false;
   std::uint64_t moved_ = 0;
 };

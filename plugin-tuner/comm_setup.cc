@@ -50,16 +50,7 @@ std::uint64_t fnv(std::string_view text) {
 /// Why this process cannot steer, whatever the others say; empty if it can.
 std::string ownVeto() {
   const Status& status = ProcessCore::get().configStatus();
-  if (!status) return status.message();
-  for (const char* variable : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
-    const char* value = std::getenv(variable);
-    if (value &&
-        std::string_view(value).find("expandable_segments:True") != std::string_view::npos) {
-      return fmt::format("{}={}: memory of expandable segments cannot be mapped by the mover",
-                         variable, value);
-    }
-  }
-  return {};
+  return status ? std::string() : status.message();
 }
 
 Agreement::Options agreementOptions() {

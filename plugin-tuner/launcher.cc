@@ -5,6 +5,8 @@
 #include <functional>
 #include <optional>
 
+#include "common/runtime/chunk_plan.h"
+
 namespace hoccl {
 namespace {
 constexpr std::size_t kReserve = 256;
@@ -19,6 +21,12 @@ Launcher::Launcher() {
 void Launcher::clear() {
   ops_.clear();
   streams_.clear();
+  // What a launch that failed half-way may still be using is never used again.
+  for (const StagedBlock& each : blocks_) {
+    if (!each.onStream) StagingPool::giveBack(each.block);
+  }
+  blocks_.clear();
+  copies_.clear();
 }
 
 bool Launcher::aborted() const {
@@ -60,7 +68,58 @@ Status Launcher::prepare() {
   return {};
 }
 
+Status Launcher::enqueue(const AppCopy& copy, CUstream stream) const {
+  std::byte* const staging = copy.block->data + copy.offset;
+  if (!copy.host) {
+    return copy.out
+               ? HOCCL_CU(driver_, cuMemcpyDtoHAsync(staging, copy.buffer, copy.bytes, stream))
+               : HOCCL_CU(driver_, cuMemcpyHtoDAsync(copy.buffer, staging, copy.bytes, stream));
+  }
+  // The driver makes a copy from host to host on the CPU, and the call waits for the stream.
+  auto* const buffer = reinterpret_cast<std::byte*>(copy.buffer);
+  const CUdeviceptr scratch = copy.block->scratch;
+  for (std::uint64_t at = 0; at < copy.bytes;) {
+    const std::uint64_t length = chunkLength(copy.bytes, at, StagingPool::kScratchBytes);
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+        driver_, cuMemcpyHtoDAsync(scratch, (copy.out ? buffer : staging) + at, length, stream)));
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+        driver_, cuMemcpyDtoHAsync((copy.out ? staging : buffer) + at, scratch, length, stream)));
+    at += length;
+  }
+  return {};
+}
+
+Status Launcher::copyOut(const StreamLaunch& launch) {
+  for (StagedBlock& each : blocks_) {
+    if (each.comm->mover == launch.mover && each.stream == launch.stream) each.onStream = true;
+  }
+  for (const StagedCopy& each : copies_) {
+    if (!each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream)
+      continue;
+    HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
+  }
+  return {};
+}
+
+Status Launcher::copyIn(const StreamLaunch& launch) {
+  for (const StagedCopy& each : copies_) {
+    if (each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
+  }
+  for (const StagedBlock& each : blocks_) {
+    if (each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    HOCCL_RETURN_IF_ERROR(
+        HOCCL_CU(driver_, cuStreamWriteValue64(launch.stream, each.block->doneAddress,
+                                               each.block->turn, CU_STREAM_WRITE_VALUE_DEFAULT)));
+  }
+  return {};
+}
+
 Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext current) {
+  // Stream 0 and the per-thread stream mean those of the communicator's context.
+  std::optional<ContextGuard> guard;
+  if (launch.context != current) guard.emplace(driver_, launch.context);
+  if (start && !blocks_.empty()) HOCCL_RETURN_IF_ERROR(copyOut(launch));
   std::array<CUstreamBatchMemOpParams, 2> operations{};
   unsigned count = 0;
   if (start) {
@@ -84,16 +143,16 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
     await.value64 = launch.slot.sequence;
     await.flags = CU_STREAM_WAIT_VALUE_GEQ;
   }
-  // Stream 0 and the per-thread stream mean those of the communicator's context.
-  std::optional<ContextGuard> guard;
-  if (launch.context != current) guard.emplace(driver_, launch.context);
   if (count > 0) {
     HOCCL_RETURN_IF_ERROR(
         HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
     launch.issued = true;
   }
-  if (!wait || kind == WaitKind::MemoryOp) return {};
-  return launch.waits->enqueue(kind, launch.stream, finish, launch.slot.sequence);
+  if (!wait) return {};
+  if (kind != WaitKind::MemoryOp) {
+    HOCCL_RETURN_IF_ERROR(launch.waits->enqueue(kind, launch.stream, finish, launch.slot.sequence));
+  }
+  return blocks_.empty() ? Status() : copyIn(launch);
 }
 
 void Launcher::giveUp() {

@@ -7,9 +7,21 @@
 
 #include "common/gpu/driver.h"
 #include "common/runtime/segment.h"
+#include "common/runtime/staging_pool.h"
 #include "plugin-tuner/steered_comm.h"
 
 namespace hoccl {
+
+/// A copy that the application's own stream makes between a buffer no mover can map and a block of
+/// staging memory (application-side copies).
+struct AppCopy {
+  StagingPool::Block* block = nullptr;
+  CUdeviceptr buffer = 0;
+  std::uint64_t offset = 0;  ///< in the block's data
+  std::uint64_t bytes = 0;
+  bool out = false;   ///< from the buffer, before the start; else into it, after the wait
+  bool host = false;  ///< the buffer lies in host memory
+};
 
 /// One steered operation of the group being built.
 struct PendingOp {
@@ -28,6 +40,16 @@ class Launcher {
   PendingOp& add() { return ops_.emplace_back(); }
   [[nodiscard]] bool empty() const { return ops_.empty(); }
   [[nodiscard]] const std::vector<PendingOp>& ops() const { return ops_; }
+  /// A block that this launch uses on one stream; it is free again when the stream is through, or
+  /// when the launch is not made.
+  void add(SteeredComm* comm, CUstream stream, StagingPool::Block* block) {
+    blocks_.push_back({comm, stream, block, false});
+  }
+  [[nodiscard]] bool holdsBlocks() const { return !blocks_.empty(); }
+  /// A copy of a block added before.
+  void add(SteeredComm* comm, CUstream stream, const AppCopy& copy) {
+    copies_.push_back({comm, stream, copy});
+  }
   void clear();
   /// Whether a communicator of these operations has been aborted meanwhile.
   [[nodiscard]] bool aborted() const;
@@ -49,6 +71,20 @@ class Launcher {
     MoverClient::Slot slot;
     bool issued = false;
   };
+  struct StagedBlock {
+    SteeredComm* comm;
+    CUstream stream;
+    StagingPool::Block* block;
+    bool onStream;  ///< the stream or a mover uses it, or has been told to say when it is free
+  };
+  struct StagedCopy {
+    SteeredComm* comm;
+    CUstream stream;
+    AppCopy copy;
+  };
+  Status copyOut(const StreamLaunch& launch);
+  Status copyIn(const StreamLaunch& launch);
+  Status enqueue(const AppCopy& copy, CUstream stream) const;
   Status prepare();
   Status begin(bool waitToo, CUcontext current);
   Status issue(StreamLaunch& launch, bool start, bool wait, CUcontext current);
@@ -58,6 +94,8 @@ class Launcher {
   const Driver* driver_ = nullptr;
   std::vector<PendingOp> ops_;
   std::vector<StreamLaunch> streams_;
+  std::vector<StagedBlock> blocks_;
+  std::vector<StagedCopy> copies_;
   bool waiting_ = false;                   ///< the stream waits already
   std::vector<MoverClient::Slot*> slots_;  ///< scratch
 };

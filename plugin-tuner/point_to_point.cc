@@ -15,9 +15,9 @@ bool steer(OpKind kind, const void* buffer, std::size_t count, ncclDataType_t ty
   SteeredCall call(handle, stream);
   const char* verb = kind == OpKind::Send ? "send to" : "receive from";
   if (!call.takes(verb, {Pairs::Kind::Peer, peer}, type, count)) return false;
-  ExportedBuffer exported;
+  SteeredCall::Buffer exported;
   if (call.result() == ncclSuccess && call.exports(buffer, call.bytes(), &exported)) {
-    call.add(kind, exported, 0, peer, false);
+    call.add(kind, &exported, 0, peer, false);
     call.launch(call.bytes());
   }
   *result = call.result();

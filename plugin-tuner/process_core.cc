@@ -38,29 +38,37 @@ Status ProcessCore::moverFor(CUdevice device, CUcontext* context, StreamWaits** 
     std::unique_ptr<MoverClient> client;
     // Registering the segment and loading a kernel must not disturb a capture another thread is
     // recording.
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    driver->cuThreadExchangeStreamCaptureMode(&mode);
+    const RelaxedCapture relaxed(driver);
     Status status;
-    if (devices_.size() == 1 && entry.movers.empty()) {
-      if (const FreesSeen frees = lookForFrees(); !frees.seen) {
-        logInfo(
-            "frees of device memory are not seen in this process: {}. What was used in a steered "
-            "operation stays mapped by the mover for a while after it is freed",
-            frees.why);
-      }
-    }
+    if (devices_.size() == 1 && entry.movers.empty()) chooseAppCopies();
     if (!entry.waits) {
       ContextGuard guard(driver, entry.context);
       status = StreamWaits::create(driver, config_.wait, config_.timeoutMs, &entry.waits);
     }
     if (status) status = MoverClient::start(driver, entry.context, config_, &client);
-    driver->cuThreadExchangeStreamCaptureMode(&mode);
     if (!status) return status;
     entry.movers.push_back(std::move(client));
   }
   *waits = entry.waits.get();
   *out = entry.movers.back().get();
   return {};
+}
+
+void ProcessCore::chooseAppCopies() {
+  appCopiesOnly_ = config_.appCopies == "always";
+  const FreesSeen frees = lookForFrees();
+  if (frees.seen || appCopiesOnly_) return;
+  appCopiesOnly_ = config_.appCopies == "auto";
+  logf(appCopiesOnly_ ? LogLevel::Warn : LogLevel::Info,
+       "frees of device memory are not seen in this process: {}. {}", frees.why,
+       appCopiesOnly_
+           ? "All its buffers take application-side copies, with three times the traffic on PCIe; "
+             "HOCCL_APP_COPIES=unexportable avoids that, for a program that frees no buffer an "
+             "operation "
+             "has used before its communicators are destroyed"
+           : "What was used in a steered operation stays mapped by the mover for a while after it "
+             "is "
+             "freed");
 }
 
 std::uint64_t ProcessCore::waitCount(WaitKind kind) {

@@ -27,15 +27,20 @@ class ProcessCore {
   Status driver(const Driver** out);
   /// The mover of that device, started on first use or when the last one has ended.
   Status moverFor(CUdevice device, CUcontext* context, StreamWaits** waits, MoverClient** out);
+  /// Whether no buffer of this process may be mapped by a mover. Settled before the first mover is
+  /// up.
+  [[nodiscard]] bool appCopiesOnly() const { return appCopiesOnly_; }
   /// Waits of that kind enqueued so far, on all devices.
   [[nodiscard]] std::uint64_t waitCount(WaitKind kind);
 
  private:
   ProcessCore();
+  void chooseAppCopies();
 
   Config config_;
   Status configStatus_;
   CommTable comms_;
+  bool appCopiesOnly_ = false;
   std::mutex mutex_;  ///< set-up only
   struct Device {
     CUcontext context = nullptr;

@@ -29,15 +29,17 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   std::string text = "{\"communicators\":[";
   bool firstComm = true;
   ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
-    std::uint64_t ops[2] = {}, bytes[2] = {};
+    // By side: the two paths of HOCCL, then NCCL for whatever reason.
+    static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1);
+    std::uint64_t ops[3] = {}, bytes[3] = {};
     std::string reasons;
     for (int p = 0; p < kPaths; ++p) {
       const std::uint64_t n = comm.counters[p].ops.load(std::memory_order_relaxed);
       const std::uint64_t b = comm.counters[p].bytes.load(std::memory_order_relaxed);
-      const int side = p == static_cast<int>(Path::Staged) ? 0 : 1;
+      const int side = std::min(p, 2);
       ops[side] += n;
       bytes[side] += b;
-      if (side == 1 && n > 0) {
+      if (side == 2 && n > 0) {
         reasons += fmt::format("{}\"{}\":{}", reasons.empty() ? "" : ",",
                                pathName(static_cast<Path>(p)), n);
       }
@@ -45,12 +47,13 @@ std::size_t statsJson(char* out, std::size_t capacity) {
     text += fmt::format(
         "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":"
         "\"{}\",\"paths\":{{"
-        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
+        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"app-copies\":{{\"ops\":{},\"bytes\":{}}},"
+        "\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
         "{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
         comm.steering() ? "\"shm\"" : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
-        bytes[1], reasons);
+        bytes[1], ops[2], bytes[2], reasons);
     firstComm = false;
   });
   ProcessCore& core = ProcessCore::get();

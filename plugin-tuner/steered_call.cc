@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "common/base/log.h"
 #include "common/runtime/pair_window.h"
@@ -108,16 +110,78 @@ bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std:
   return true;
 }
 
-bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, ExportedBuffer* out) {
-  if (Status status = exportBuffer(driver_, buffer, bytes, out); !status) {
-    logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
-    answer(status);
-    return false;
+SteeredCall::~SteeredCall() {
+  for (StagingPool::Block* block : taken_) {
+    if (block) StagingPool::giveBack(block);
   }
-  return true;
 }
 
-void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer,
+Status SteeredCall::stage(const void* buffer, std::uint64_t bytes, Buffer* out) {
+  const ForeignMemory memory = foreignMemory(driver_, buffer);
+  if (!memory.known) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("the buffer at {} is {}", buffer, memory.name));
+  }
+  StagingPool& pool = comm_->mover->staging();
+  const bool first = !staged_ && !openGroup().launcher.holdsBlocks();
+  HOCCL_RETURN_IF_ERROR(pool.take(
+      bytes, first, [this] { return comm_->ended.load(); }, &out->block));
+  *std::find(taken_.begin(), taken_.end(), nullptr) = out->block;
+  if (memory.host) HOCCL_RETURN_IF_ERROR(pool.scratch(out->block));
+  const StagingPool::Block& block = *out->block;
+  out->ref.kind = BufferKind::Staging;
+  out->ref.allocationId = block.id;
+  out->ref.allocationBase = reinterpret_cast<std::uint64_t>(block.memory.data());
+  out->ref.allocationBytes = block.memory.size();
+  out->ref.offset = block.offset;
+  out->address = reinterpret_cast<CUdeviceptr>(buffer);
+  out->bytes = bytes;
+  out->host = memory.host;
+  staged_ = true;
+  return {};
+}
+
+bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, Buffer* out) {
+  const ProcessCore& core = ProcessCore::get();
+  Status status;
+  bool stages = core.appCopiesOnly();
+  if (!stages) {
+    ExportedBuffer exported;
+    status = exportBuffer(driver_, buffer, bytes, &exported);
+    if (status) {
+      out->ref.kind = BufferKind::Device;
+      out->ref.allocationId = exported.allocationId;
+      out->ref.allocationBase = exported.base;
+      out->ref.allocationBytes = exported.allocationBytes;
+      out->ref.offset = exported.offset;
+      std::memcpy(out->ref.ipcHandle, &exported.handle, sizeof out->ref.ipcHandle);
+      return true;
+    }
+    stages = status.code() == Code::Unsupported && core.config().appCopies != "never";
+    if (status.code() == Code::Unsupported && !stages) {
+      status = status.inContext("HOCCL_APP_COPIES=never");
+    }
+  }
+  if (stages) status = stage(buffer, bytes, out);
+  if (status) return true;
+  logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
+  answer(status);
+  return false;
+}
+
+/// Hands the block over to the launch, with the copy that fills it for sends.
+void SteeredCall::noteBlock(OpKind kind, Buffer* buffer) {
+  if (std::exchange(buffer->noted, true)) return;
+  std::replace(taken_.begin(), taken_.end(), buffer->block,
+               static_cast<StagingPool::Block*>(nullptr));
+  Launcher& launcher = openGroup().launcher;
+  launcher.add(comm_, stream_, buffer->block);
+  if (kind != OpKind::Send) return;
+  launcher.add(comm_, stream_,
+               AppCopy{buffer->block, buffer->address, 0, buffer->bytes, true, buffer->host});
+}
+
+void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer,
                       bool collective) {
   PendingOp& op = openGroup().launcher.add();
   op.comm = comm_;
@@ -139,15 +203,19 @@ void SteeredCall::add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t o
     auto& sequences = kind == OpKind::Send ? comm_->sendSequence : comm_->recvSequence;
     d.pairSequence = sequences[index]++;
   }
-  d.buffer.allocationId = buffer.allocationId;
-  d.buffer.allocationBase = buffer.base;
-  d.buffer.allocationBytes = buffer.allocationBytes;
-  d.buffer.offset = buffer.offset + offset;
-  std::memcpy(d.buffer.ipcHandle, &buffer.handle, sizeof d.buffer.ipcHandle);
+  d.buffer = buffer->ref;
+  d.buffer.offset += offset;
+  if (!buffer->block) return;
+  noteBlock(kind, buffer);
+  if (kind != OpKind::Send) {
+    openGroup().launcher.add(
+        comm_, stream_,
+        AppCopy{buffer->block, buffer->address + offset, offset, bytes_, false, buffer->host});
+  }
 }
 
 ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {
-  comm_->count(Path::Staged, movedBytes);
+  comm_->count(staged_ ? Path::AppCopies : Path::Staged, movedBytes);
   OpenGroup& open = openGroup();
   if (open.depth > 0) return ncclSuccess;
   if (Status status = open.launcher.launch(comm_->context); !status) {

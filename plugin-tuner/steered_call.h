@@ -2,6 +2,7 @@
 
 #include <nccl.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -23,6 +24,9 @@ struct Pairs {
 class SteeredCall {
  public:
   SteeredCall(ncclComm_t handle, cudaStream_t stream);
+  ~SteeredCall();
+  SteeredCall(const SteeredCall&) = delete;
+  SteeredCall& operator=(const SteeredCall&) = delete;
 
   /// Whether the call is HOCCL's; `count` elements is what each pair moves, `verb` what messages
   /// call it
@@ -33,18 +37,30 @@ class SteeredCall {
   [[nodiscard]] SteeredComm& comm() const { return *comm_; }
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
 
-  /// Finds a buffer's allocation; on failure the call is answered with the error.
-  bool exports(const void* buffer, std::uint64_t bytes, ExportedBuffer* out);
-  /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports. A mirror
-  /// is of the send to that peer that was added last.
-  void add(OpKind kind, const ExportedBuffer& buffer, std::uint64_t offset, int peer,
-           bool collective);
+  /// A buffer of the call, as an operation names it.
+  struct Buffer {
+    BufferRef ref{};
+    // Of one that takes application-side copies; its reference is to the block.
+    StagingPool::Block* block = nullptr;
+    CUdeviceptr address = 0;
+    std::uint64_t bytes = 0;
+    bool host = false;
+    bool noted = false;  ///< the launch knows the block
+  };
+  /// Finds a buffer's allocation, or staging memory for it where the mover cannot map it; on
+  /// failure the call is answered with the error.
+  bool exports(const void* buffer, std::uint64_t bytes, Buffer* out);
+  /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports. A
+  /// mirror is of the send to that peer that was added last.
+  void add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer, bool collective);
   /// After the last add: counts the call and launches it, in a group with the group's end.
   ncclResult_t launch(std::uint64_t movedBytes);
 
  private:
   Path choose(Pairs pairs) const;
   bool answer(const Status& status);
+  Status stage(const void* buffer, std::uint64_t bytes, Buffer* out);
+  void noteBlock(OpKind kind, Buffer* buffer);
   [[nodiscard]] bool strictRefuses(Path path, Pairs pairs) const;
 
   SteeredComm* comm_ = nullptr;
@@ -53,6 +69,8 @@ class SteeredCall {
   ncclResult_t result_ = ncclSuccess;
   const Driver* driver_ = nullptr;
   std::optional<ContextGuard> context_;
+  std::array<StagingPool::Block*, 2> taken_{};  ///< until the launch knows them
+  bool staged_ = false;
 };
 
 }  // namespace hoccl

@@ -8,12 +8,20 @@ namespace hoccl {
 
 const char* pathName(Path path) {
   switch (path) {
-    case Path::Staged: return "staged";
-    case Path::NcclSmall: return "nccl-small";
-    case Path::NcclUnsteered: return "nccl-unsteered";
-    case Path::NcclPair: return "nccl-pair";
-    case Path::NcclCapture: return "nccl-capture";
-    case Path::kCount: break;
+    case Path::Staged:
+      return "staged";
+    case Path::AppCopies:
+      return "app-copies";
+    case Path::NcclSmall:
+      return "nccl-small";
+    case Path::NcclUnsteered:
+      return "nccl-unsteered";
+    case Path::NcclPair:
+      return "nccl-pair";
+    case Path::NcclCapture:
+      return "nccl-capture";
+    case Path::kCount:
+      break;
   }
   return "?";
 }
@@ -43,7 +51,8 @@ std::size_t CommTable::hash(ncclComm_t comm) {
 
 SteeredComm* CommTable::find(ncclComm_t comm) const {
   if (!comm) return nullptr;
-  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity;
+       i = (i + 1) & (kCapacity - 1), ++probes) {
     const ncclComm_t key = entries_[i].key.load(std::memory_order_acquire);
     if (!key) return nullptr;
     if (key == comm) return entries_[i].value.load(std::memory_order_acquire);
@@ -53,9 +62,10 @@ SteeredComm* CommTable::find(ncclComm_t comm) const {
 
 SteeredComm* CommTable::add(ncclComm_t comm) {
   std::lock_guard lock(mutex_);
-  // A handle is used again once its communicator is gone, so its old entry is too; otherwise entries
-  // stay where they are, since a reader may be walking past them.
-  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+  // A handle is used again once its communicator is gone, so its old entry is too; otherwise
+  // entries stay where they are, since a reader may be walking past them.
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity;
+       i = (i + 1) & (kCapacity - 1), ++probes) {
     Entry& entry = entries_[i];
     const ncclComm_t key = entry.key.load(std::memory_order_relaxed);
     if (key && key != comm) continue;
@@ -70,7 +80,8 @@ SteeredComm* CommTable::add(ncclComm_t comm) {
 
 void CommTable::remove(ncclComm_t comm) {
   std::lock_guard lock(mutex_);
-  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity; i = (i + 1) & (kCapacity - 1), ++probes) {
+  for (std::size_t i = hash(comm), probes = 0; probes < kCapacity;
+       i = (i + 1) & (kCapacity - 1), ++probes) {
     Entry& entry = entries_[i];
     const ncclComm_t key = entry.key.load(std::memory_order_relaxed);
     if (!key) return;

@@ -19,11 +19,12 @@ namespace hoccl {
 
 /// Where an operation went, and why it did not go the other way.
 enum class Path : std::uint8_t {
-  Staged,          ///< through the movers
-  NcclSmall,       ///< under HOCCL_MIN_BYTES
-  NcclUnsteered,   ///< the communicator is plain NCCL, for the reason it carries
-  NcclPair,        ///< this pair of ranks cannot be reached by a transport
-  NcclCapture,     ///< the stream is being captured
+  Staged,         ///< through the movers
+  AppCopies,      ///< the same, by the application's copies to or from staging memory
+  NcclSmall,      ///< under HOCCL_MIN_BYTES
+  NcclUnsteered,  ///< the communicator is plain NCCL, for the reason it carries
+  NcclPair,       ///< this pair of ranks cannot be reached by a transport
+  NcclCapture,    ///< the stream is being captured
   kCount,
 };
 const char* pathName(Path path);
@@ -53,11 +54,12 @@ struct SteeredComm {
   int rank = -1;
   int ranks = 0;
   AgreementKey key;
-  Tail root;             ///< where this communicator agrees, then where its descendants do
+  Tail root;  ///< where this communicator agrees, then where its descendants do
   std::shared_ptr<const RollCall> rollCall;  ///< of a split: before the ranks agree
-  bool hasRoot = false;  ///< the unique id came from a process with HOCCL
+  bool hasRoot = false;                      ///< the unique id came from a process with HOCCL
   std::uint64_t splits = 0, grows = 0;
-  std::map<std::uint64_t, std::uint64_t> shrinks;  ///< how many without the same ranks, by their hash
+  std::map<std::uint64_t, std::uint64_t>
+      shrinks;                  ///< how many without the same ranks, by their hash
   std::vector<Tail> rankRoots;  ///< by rank: where what shrinks out of this communicator agrees
 
   CUcontext context = nullptr;
@@ -65,9 +67,9 @@ struct SteeredComm {
   StreamWaits* waits = nullptr;  ///< of the communicator's context; set with `mover`
   std::uint32_t moverIndex = 0;
   std::uint64_t moverGeneration = 0;  ///< of that index
-  std::string reason;  ///< why it is plain NCCL
-  std::atomic<bool> ended{false};  ///< aborted or revoked: the mover knows it no more
-  std::vector<bool> reachable;  ///< by rank; itself where it has a mover
+  std::string reason;                 ///< why it is plain NCCL
+  std::atomic<bool> ended{false};     ///< aborted or revoked: the mover knows it no more
+  std::vector<bool> reachable;        ///< by rank; itself where it has a mover
   /// By rank: whether all other ranks can be reached from there. The same on all ranks.
   std::vector<bool> reachesAll;
   bool allReachAll = false;
@@ -101,8 +103,8 @@ struct SteeredComm {
   void fail(const Status& status);
 };
 
-/// Communicators by NCCL's handle: look-ups take no lock. A removed one's memory is kept until many more
-/// have been removed, since another thread may just be looking at it.
+/// Communicators by NCCL's handle: look-ups take no lock. A removed one's memory is kept until many
+/// more have been removed, since another thread may just be looking at it.
 class CommTable {
  public:
   static constexpr std::size_t kCapacity = 1 << 14;  // power of two
@@ -110,7 +112,8 @@ class CommTable {
   /// What the removed ones that are not kept any more had counted.
   struct Forgotten {
     std::uint64_t communicators = 0;
-    std::uint64_t ops[static_cast<int>(Path::kCount)] = {}, bytes[static_cast<int>(Path::kCount)] = {};
+    std::uint64_t ops[static_cast<int>(Path::kCount)] = {},
+                  bytes[static_cast<int>(Path::kCount)] = {};
   };
 
   [[nodiscard]] SteeredComm* find(ncclComm_t comm) const;

@@ -44,6 +44,13 @@ namespace hoccl {
   X(importIdleMs, Millis, "HOCCL_IMPORT_IDLE_MS", "60000", 0, 86400000, "", 0,                      \
     "the mover unmaps an application's allocation that no operation has used for so long, up to twice "  \
     "that; 0 keeps it until it is freed")                                                           \
+  X(appCopies, Choice, "HOCCL_APP_COPIES", "auto", 0, 0, "auto|unexportable|always|never", 0,       \
+    "which buffers the application's own streams copy to and from staging memory: those the mover "  \
+    "cannot map (unexportable), all, none (an error), or all where frees cannot be seen, else "      \
+    "unexportable ones (auto)")                                                                     \
+  X(appCopyBytes, Bytes, "HOCCL_APP_COPY_BYTES", "4GiB", 1 << 20, 1ull << 44, "", 0,                 \
+    "pinned host memory for such copies, of a process and GPU; a larger operation or group may take "  \
+    "more, further ones wait for room")                                                             \
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \
     "how the application's streams wait: by memory operations, by a kernel of one warp, by memory "  \
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \

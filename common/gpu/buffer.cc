@@ -27,30 +27,9 @@ CachedExport& cacheEntry(std::uint64_t allocationId) {
 }
 
 Status notExportable(const Driver* driver, const void* pointer) {
-  const auto address = reinterpret_cast<CUdeviceptr>(pointer);
-  unsigned type = 0;
-  int managed = 0;
-  void* pool = nullptr;
-  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
-                                 CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE};
-  void* values[] = {&type, &managed, &pool};
-  const char* kind = "memory CUDA does not know";
-  if (driver->cuPointerGetAttributes(3, names, values, address) == CUDA_SUCCESS) {
-    if (managed) {
-      kind = "managed memory";
-    } else if (type == CU_MEMORYTYPE_HOST) {
-      kind = "host memory";
-    } else if (pool) {
-      kind = "memory of a stream-ordered pool (cudaMallocAsync)";
-    } else if (type == CU_MEMORYTYPE_DEVICE) {
-      kind = "virtual memory management (cuMemCreate; PyTorch's expandable_segments)";
-    }
-  }
-  return Status::error(
-      Code::Unsupported,
-      fmt::format("the buffer at {} is {}, which the mover cannot map: only cudaMalloc memory can be "
-                  "steered. Use such memory, or HOCCL_STEER=0 for this job",
-                  pointer, kind));
+  return Status::error(Code::Unsupported,
+                       fmt::format("the buffer at {} is {}, which the mover cannot map", pointer,
+                                   foreignMemory(driver, pointer).name));
 }
 
 /// Looks an allocation up that this thread has not seen, or whose place another one has taken.
@@ -74,6 +53,24 @@ Status exportAllocation(const Driver* driver, CUdeviceptr address, std::uint64_t
 }
 
 }  // namespace
+
+ForeignMemory foreignMemory(const Driver* driver, const void* pointer) {
+  unsigned type = 0;
+  int managed = 0;
+  void* pool = nullptr;
+  CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_IS_MANAGED,
+                                 CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE};
+  void* values[] = {&type, &managed, &pool};
+  if (driver->cuPointerGetAttributes(3, names, values, reinterpret_cast<CUdeviceptr>(pointer)) !=
+      CUDA_SUCCESS) {
+    return {};
+  }
+  if (managed) return {true, false, "managed memory"};
+  if (type == CU_MEMORYTYPE_HOST) return {true, true, "host memory"};
+  if (pool) return {true, false, "memory of a stream-ordered pool (cudaMallocAsync)"};
+  if (type != CU_MEMORYTYPE_DEVICE) return {};
+  return {true, false, "virtual memory management (cuMemCreate; PyTorch's expandable_segments)"};
+}
 
 Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
                     ExportedBuffer* out) {

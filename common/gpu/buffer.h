@@ -15,10 +15,19 @@ struct ExportedBuffer {
   CUipcMemHandle handle{};
 };
 
+/// Memory that cannot be exported to the mover.
+struct ForeignMemory {
+  bool known = false;  ///< to CUDA: the copy engines can reach it
+  bool host = false;   ///< it lies in host memory
+  const char* name = "memory CUDA does not know";  ///< for a person
+};
+ForeignMemory foreignMemory(const Driver* driver, const void* pointer);
+
 /// Classifies `pointer` by its memory type and exports its allocation. The export handle is kept per
 /// thread by allocation identity, so that a buffer seen before costs one attribute query. Errors:
-/// memory that is no device memory, cannot be exported (pools, virtual memory management, managed), or
-/// is shorter than `bytes` from the pointer on; each names what it is and what to change.
+/// Unsupported for memory that is no device memory or cannot be exported (pools, virtual memory
+/// management, managed), InvalidArgument where it is shorter than `bytes` from the pointer on; each
+/// names what it is.
 /// Never blocks; safe inside an NCCL call.
 Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
                     ExportedBuffer* out);

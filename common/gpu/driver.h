@@ -34,59 +34,59 @@ namespace hoccl {
 #undef cuStreamWriteValue64
 
 /// Every driver function HOCCL calls: X(member, exported symbol).
-#define HOCCL_DRIVER_FUNCTIONS(X)                               \
-  X(cuInit, cuInit)                                             \
-  X(cuDriverGetVersion, cuDriverGetVersion)                     \
-  X(cuGetErrorName, cuGetErrorName)                             \
-  X(cuGetErrorString, cuGetErrorString)                         \
-  X(cuDeviceGet, cuDeviceGet)                                   \
-  X(cuDeviceGetCount, cuDeviceGetCount)                         \
-  X(cuDeviceGetName, cuDeviceGetName)                           \
-  X(cuDeviceGetUuid, cuDeviceGetUuid_v2)                        \
-  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                 \
-  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)         \
-  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)    \
-  X(cuCtxGetCurrent, cuCtxGetCurrent)                           \
-  X(cuCtxSetCurrent, cuCtxSetCurrent)                           \
-  X(cuCtxPushCurrent, cuCtxPushCurrent_v2)                      \
-  X(cuCtxPopCurrent, cuCtxPopCurrent_v2)                        \
-  X(cuCtxGetDevice, cuCtxGetDevice)                             \
-  X(cuCtxSynchronize, cuCtxSynchronize)                         \
-  X(cuMemAlloc, cuMemAlloc_v2)                                  \
-  X(cuMemFree, cuMemFree_v2)                                    \
-  X(cuMemGetInfo, cuMemGetInfo_v2)                              \
-  X(cuMemGetAddressRange, cuMemGetAddressRange_v2)              \
-  X(cuMemHostAlloc, cuMemHostAlloc)                             \
-  X(cuMemFreeHost, cuMemFreeHost)                               \
-  X(cuMemHostRegister, cuMemHostRegister_v2)                    \
-  X(cuMemHostUnregister, cuMemHostUnregister)                   \
-  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2)    \
-  X(cuPointerGetAttribute, cuPointerGetAttribute)               \
-  X(cuPointerGetAttributes, cuPointerGetAttributes)             \
-  X(cuIpcGetMemHandle, cuIpcGetMemHandle)                       \
-  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2)                  \
-  X(cuIpcCloseMemHandle, cuIpcCloseMemHandle)                   \
-  X(cuStreamCreate, cuStreamCreate)                             \
-  X(cuStreamDestroy, cuStreamDestroy_v2)                        \
-  X(cuStreamSynchronize, cuStreamSynchronize)                   \
-  X(cuStreamQuery, cuStreamQuery)                               \
-  X(cuStreamIsCapturing, cuStreamIsCapturing)                   \
-  X(cuStreamWriteValue64, cuStreamWriteValue64_v2)              \
-  X(cuStreamWaitValue64, cuStreamWaitValue64_v2)                \
-  X(cuStreamBatchMemOp, cuStreamBatchMemOp_v2)                  \
+#define HOCCL_DRIVER_FUNCTIONS(X)                                         \
+  X(cuInit, cuInit)                                                       \
+  X(cuDriverGetVersion, cuDriverGetVersion)                               \
+  X(cuGetErrorName, cuGetErrorName)                                       \
+  X(cuGetErrorString, cuGetErrorString)                                   \
+  X(cuDeviceGet, cuDeviceGet)                                             \
+  X(cuDeviceGetCount, cuDeviceGetCount)                                   \
+  X(cuDeviceGetName, cuDeviceGetName)                                     \
+  X(cuDeviceGetUuid, cuDeviceGetUuid_v2)                                  \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)              \
+  X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \
+  X(cuCtxSetCurrent, cuCtxSetCurrent)                                     \
+  X(cuCtxPushCurrent, cuCtxPushCurrent_v2)                                \
+  X(cuCtxPopCurrent, cuCtxPopCurrent_v2)                                  \
+  X(cuCtxGetDevice, cuCtxGetDevice)                                       \
+  X(cuCtxSynchronize, cuCtxSynchronize)                                   \
+  X(cuMemAlloc, cuMemAlloc_v2)                                            \
+  X(cuMemFree, cuMemFree_v2)                                              \
+  X(cuMemGetInfo, cuMemGetInfo_v2)                                        \
+  X(cuMemGetAddressRange, cuMemGetAddressRange_v2)                        \
+  X(cuMemHostAlloc, cuMemHostAlloc)                                       \
+  X(cuMemFreeHost, cuMemFreeHost)                                         \
+  X(cuMemHostRegister, cuMemHostRegister_v2)                              \
+  X(cuMemHostUnregister, cuMemHostUnregister)                             \
+  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2)              \
+  X(cuPointerGetAttribute, cuPointerGetAttribute)                         \
+  X(cuPointerGetAttributes, cuPointerGetAttributes)                       \
+  X(cuIpcGetMemHandle, cuIpcGetMemHandle)                                 \
+  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2)                            \
+  X(cuIpcCloseMemHandle, cuIpcCloseMemHandle)                             \
+  X(cuStreamCreate, cuStreamCreate)                                       \
+  X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
+  X(cuStreamSynchronize, cuStreamSynchronize)                             \
+  X(cuStreamQuery, cuStreamQuery)                                         \
+  X(cuStreamIsCapturing, cuStreamIsCapturing)                             \
+  X(cuStreamWriteValue64, cuStreamWriteValue64_v2)                        \
+  X(cuStreamWaitValue64, cuStreamWaitValue64_v2)                          \
+  X(cuStreamBatchMemOp, cuStreamBatchMemOp_v2)                            \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode) \
-  X(cuMemcpyDtoH, cuMemcpyDtoH_v2)                              \
-  X(cuMemcpyHtoD, cuMemcpyHtoD_v2)                              \
-  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                    \
-  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                    \
-  X(cuMemsetD8, cuMemsetD8_v2)                                  \
-  X(cuModuleLoadData, cuModuleLoadData)                         \
-  X(cuModuleGetFunction, cuModuleGetFunction)                   \
-  X(cuModuleUnload, cuModuleUnload)                             \
-  X(cuLaunchKernel, cuLaunchKernel)                             \
-  X(cuEventCreate, cuEventCreate)                               \
-  X(cuEventRecord, cuEventRecord)                               \
-  X(cuEventSynchronize, cuEventSynchronize)                     \
+  X(cuMemcpyDtoH, cuMemcpyDtoH_v2)                                        \
+  X(cuMemcpyHtoD, cuMemcpyHtoD_v2)                                        \
+  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                              \
+  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                              \
+  X(cuMemsetD8, cuMemsetD8_v2)                                            \
+  X(cuModuleLoadData, cuModuleLoadData)                                   \
+  X(cuModuleGetFunction, cuModuleGetFunction)                             \
+  X(cuModuleUnload, cuModuleUnload)                                       \
+  X(cuLaunchKernel, cuLaunchKernel)                                       \
+  X(cuEventCreate, cuEventCreate)                                         \
+  X(cuEventRecord, cuEventRecord)                                         \
+  X(cuEventSynchronize, cuEventSynchronize)                               \
   X(cuEventDestroy, cuEventDestroy_v2)
 
 /// The CUDA driver as found at run time; one build runs with and without a GPU.
@@ -105,18 +105,18 @@ struct Driver {
 };
 
 /// Status of one driver call: HOCCL_CU(driver, cuMemAlloc(&p, n)).
-#define HOCCL_CU(driver, call)                                              \
-  ([&]() -> ::hoccl::Status {                                               \
-    CUresult hocclResult_ = (driver)->call;                                 \
-    return hocclResult_ == CUDA_SUCCESS ? ::hoccl::Status()                 \
+#define HOCCL_CU(driver, call)                                                  \
+  ([&]() -> ::hoccl::Status {                                                   \
+    CUresult hocclResult_ = (driver)->call;                                     \
+    return hocclResult_ == CUDA_SUCCESS ? ::hoccl::Status()                     \
                                         : (driver)->error(#call, hocclResult_); \
   }())
 
 /// Returns from the enclosing function when the Status expression is an error.
-#define HOCCL_RETURN_IF_ERROR(expression)           \
-  do {                                              \
-    ::hoccl::Status hocclStatus_ = (expression);    \
-    if (!hocclStatus_) return hocclStatus_;         \
+#define HOCCL_RETURN_IF_ERROR(expression)        \
+  do {                                           \
+    ::hoccl::Status hocclStatus_ = (expression); \
+    if (!hocclStatus_) return hocclStatus_;      \
   } while (false)
 
 /// Makes `context` current for the scope and puts the caller's context back (rule 14).
@@ -130,6 +130,22 @@ class ContextGuard {
  private:
   const Driver* driver_;
   bool pushed_ = false;
+};
+
+/// Relaxes the thread's stream-capture mode for the scope (rule 14): calls that a capture on
+/// another stream would forbid neither fail nor end it.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver* driver) : driver_(driver) {
+    driver_->cuThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~RelaxedCapture() { driver_->cuThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Driver* driver_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
 /// The device's UUID as "GPU-xxxxxxxx-…", as nvidia-smi prints it.

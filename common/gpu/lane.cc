@@ -3,11 +3,13 @@
 namespace hoccl {
 namespace {
 
-constexpr std::size_t kPrimeBytes = 64 << 10;  // large enough not to be inlined into the compute channel
+constexpr std::size_t kPrimeBytes =
+    64 << 10;  // large enough not to be inlined into the compute channel
 
 class StreamLane final : public Lane {
  public:
-  StreamLane(const Driver* driver, LaneDirection direction) : driver_(driver), direction_(direction) {}
+  StreamLane(const Driver* driver, LaneDirection direction)
+      : driver_(driver), direction_(direction) {}
   ~StreamLane() override {
     if (stream_) driver_->cuStreamDestroy(stream_);
   }
@@ -31,8 +33,16 @@ class StreamLane final : public Lane {
     return status;
   }
 
+  void useScratch(CUdeviceptr scratch) override { scratch_ = scratch; }
+
   Status submit(const LaneJob& job) override {
-    if (direction_ == LaneDirection::ToHost) {
+    if (job.staging) {
+      const bool out = direction_ == LaneDirection::ToHost;
+      HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+          driver_, cuMemcpyHtoDAsync(scratch_, out ? job.staging : job.host, job.bytes, stream_)));
+      HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+          driver_, cuMemcpyDtoHAsync(out ? job.host : job.staging, scratch_, job.bytes, stream_)));
+    } else if (direction_ == LaneDirection::ToHost) {
       HOCCL_RETURN_IF_ERROR(
           HOCCL_CU(driver_, cuMemcpyDtoHAsync(job.host, job.device, job.bytes, stream_)));
     } else {
@@ -57,6 +67,7 @@ class StreamLane final : public Lane {
   const Driver* driver_;
   LaneDirection direction_;
   CUstream stream_ = nullptr;
+  CUdeviceptr scratch_ = 0;
 };
 
 }  // namespace

@@ -15,7 +15,10 @@ struct FlagWrite {
 
 /// One copy with the flags that are written behind it, in order.
 struct LaneJob {
-  CUdeviceptr device = 0;   ///< device side of the copy
+  CUdeviceptr device = 0;  ///< device side of the copy
+  /// In place of `device`: registered host memory. The copy then goes through the lane's scratch in
+  /// the device, by both of its copy engines and no CPU.
+  std::byte* staging = nullptr;
   std::byte* host = nullptr;  ///< host side of the copy, in registered memory
   std::uint64_t bytes = 0;
   std::array<FlagWrite, 2> writes;  ///< those whose address is set
@@ -29,6 +32,8 @@ class Lane {
  public:
   virtual ~Lane() = default;
   virtual Status submit(const LaneJob& job) = 0;
+  /// Device memory as large as any job, for jobs between two places in host memory.
+  virtual void useScratch(CUdeviceptr scratch) = 0;
 };
 
 /// A lane on a stream of its own in the current context. The stream is primed with a copy, so that

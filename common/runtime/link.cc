@@ -6,6 +6,19 @@
 #include "common/runtime/state_machine.h"
 
 namespace hoccl {
+namespace {
+
+/// The side of a copy that is the operation's own buffer.
+void userSide(const Op& op, std::uint64_t offset, LaneJob* job) {
+  const CUdeviceptr address = op.address + offset;
+  if (op.descriptor.buffer.kind == BufferKind::Staging) {
+    job->staging = reinterpret_cast<std::byte*>(address);
+  } else {
+    job->device = address;
+  }
+}
+
+}  // namespace
 
 /// The conditions and actions of the chunk state machines.
 struct ChunkRules {
@@ -78,7 +91,8 @@ namespace {
 using Rule = Transition<ChunkState, Chunk>;
 
 constexpr Rule kOutRules[] = {
-    {ChunkState::Copying, ChunkState::HandedOver, ChunkRules::copiedShared, ChunkRules::countCopied},
+    {ChunkState::Copying, ChunkState::HandedOver, ChunkRules::copiedShared,
+     ChunkRules::countCopied},
     {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::countCopied},
     {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::nothing},
     {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::emptied, ChunkRules::freeOut},
@@ -91,8 +105,6 @@ constexpr Rule kInRules[] = {
 };
 
 }  // namespace
-
-void userSide(const Op& op, std::uint64_t offset, LaneJob* job) { job->device = op.address + offset; }
 
 void Link::establish(std::unique_ptr<Connection> connection, HostRegistration registration) {
   connection_ = std::move(connection);
@@ -189,21 +201,26 @@ bool Link::announce(const Message& message) {
       message.turn <= chunk.turn) {
     return false;
   }
-  if (message.offset > message.bytes || message.length > message.bytes - message.offset) return false;
+  if (message.offset > message.bytes || message.length > message.bytes - message.offset)
+    return false;
   chunk.turn = message.turn;
   chunk.offset = message.offset;
   chunk.length = message.length;
   chunk.announcement = message;
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
-    case Claim::Ready: chunk.op->announced += message.length; break;
+    case Claim::Ready:
+      chunk.op->announced += message.length;
+      break;
     case Claim::Early:
       chunk.op = nullptr;
       chunk.early = true;
       ++early_;
       break;
     case Claim::Mismatch:
-    case Claim::Unwanted: chunk.op = nullptr; break;
+    case Claim::Unwanted:
+      chunk.op = nullptr;
+      break;
   }
   chunk.state = ChunkState::Announced;
   ++inBusy_;
@@ -268,7 +285,8 @@ bool Link::claimOut() {
     ++nextSend_;
   }
   if (Status status = lanes.submit(job); !status) {
-    // Announced, but never filled: `ready` must not show, or the receiver would take it for the bytes.
+    // Announced, but never filled: `ready` must not show, or the receiver would take it for the
+    // bytes.
     owner_->fatal(status);
     ChunkRules::countCopied(chunk);
     chunk.state = ChunkState::HandedOver;

@@ -12,9 +12,10 @@
 
 namespace hoccl {
 
-/// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →) HandedOver →
-/// Idle, an in-slot Idle → Announced → Copying → Idle. Over an out-slot whose send has a mirror lies an
-/// in-slot of this side, the mirror slot: what goes out there comes in here as well.
+/// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →)
+/// HandedOver → Idle, an in-slot Idle → Announced → Copying → Idle. Over an out-slot whose send has
+/// a mirror lies an in-slot of this side, the mirror slot: what goes out there comes in here as
+/// well.
 enum class ChunkState : std::uint8_t {
   Idle,
   Announced,   ///< in: bytes are on their way into the slot, as the peer says, or this side's send
@@ -39,9 +40,9 @@ struct Chunk {
   Message announcement{};  ///< in
 };
 
-/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes a
-/// chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs in
-/// flight is bounded, since a full queue would block the submitting call.
+/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes
+/// a chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs
+/// in flight is bounded, since a full queue would block the submitting call.
 struct SharedLanes {
   static constexpr std::size_t kCount = 2;
   std::array<std::unique_ptr<Lane>, kCount> lanes;
@@ -49,6 +50,10 @@ struct SharedLanes {
   std::uint32_t inFlight = 0;
   std::size_t next = 0;
   [[nodiscard]] bool room() const { return inFlight < depth; }
+  /// `scratch` holds a job of `bytes` for each lane.
+  void useScratch(CUdeviceptr scratch, std::uint64_t bytes) {
+    for (std::size_t i = 0; i < kCount; ++i) lanes[i]->useScratch(scratch + i * bytes);
+  }
   Status submit(const LaneJob& job) {
     ++inFlight;
     next = (next + 1) % kCount;
@@ -82,9 +87,6 @@ class LinkOwner {
   virtual void fatal(const Status& status) = 0;
 };
 
-/// Fills in the application's side of `job`: `offset` bytes from the start of `op`'s buffer.
-void userSide(const Op& op, std::uint64_t offset, LaneJob* job);
-
 /// The staging slots and messages between this mover and one peer's, with the chunks in them.
 class Link {
  public:
@@ -105,8 +107,8 @@ class Link {
 
   /// A send that may move: its chunks go out in turn with those of others, and each comes in to its
   /// mirror, if it has one, as it comes in to the peer. Until the receiver is
-  /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver that
-  /// does not come holds up nobody (rule 7).
+  /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver
+  /// that does not come holds up nobody (rule 7).
   void startSend(Op* op);
   /// A receive that may move takes the chunks that came before it.
   void startReceive(Op* op);
@@ -166,12 +168,12 @@ class Link {
   std::vector<Chunk*> announced_;  ///< in- and mirror slots in the order of their announcement
   std::vector<Op*> sends_;
   std::size_t nextSend_ = 0;
-  std::vector<Message> backlog_;  ///< messages the connection had no room for
+  std::vector<Message> backlog_;            ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;  ///< mirror slots count as in-slots, here and below
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
-  std::uint32_t eager_ = 0;       ///< out-slots in use by eager chunks
+  std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;
-  std::uint32_t early_ = 0;       ///< in-slots that wait for their receive
+  std::uint32_t early_ = 0;  ///< in-slots that wait for their receive
 };
 
 }  // namespace hoccl

@@ -94,6 +94,8 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
       SharedMemory::create("hoccl-segment", Segment::bytesFor(slots), &client->memory_));
   client->segment_ = Segment::create(client->memory_.data(), slots);
   client->segment_.header().lightFences.store(registerLightFences() ? 1 : 0);
+  client->staging_ =
+      std::make_unique<StagingPool>(driver, context, client.get(), config.appCopyBytes);
   client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {
@@ -205,6 +207,7 @@ MoverClient::~MoverClient() {
     ::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(moverPidfd_.get()), &info, WEXITED);
   }
   ContextGuard guard(driver_, context_);
+  staging_.reset();
   registration_.reset();
 }
 
@@ -247,6 +250,29 @@ void MoverClient::releaseAll(const std::string& why) {
   if (open) logError("{}", why);
 }
 
+/// A request with one descriptor, and its answer; control_ is held.
+Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint64_t boundMs) {
+  MoverReply reply{};
+  std::size_t bytes = 0;
+  std::vector<UniqueFd> none;
+  Status status = sendWithFdsWithin(socket_.get(), request, size, {&fd, 1}, boundMs);
+  if (status) {
+    status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &none, boundMs);
+  }
+  if (!status) return status.inContext("the mover does not answer");
+  if (bytes != sizeof reply || !reply.ok) {
+    return Status::error(Code::System, getText(reply.text)).inContext("the mover");
+  }
+  return {};
+}
+
+Status MoverClient::addStaging(std::uint64_t id, const SharedMemory& memory) {
+  std::lock_guard lock(control_);
+  const AddStaging request{kMoverMagic, id, memory.size()};
+  // Pinning takes about a second for 2 GiB, several times that on a loaded machine.
+  return ask(&request, sizeof request, memory.fd(), timeoutMs_ + memory.size() / 200'000);
+}
+
 Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
                                     const std::vector<PeerRecord>& peers, std::uint32_t* index) {
   std::lock_guard lock(control_);
@@ -271,18 +297,7 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
       SharedMemory::create("hoccl-peers", peers.size() * sizeof(PeerRecord), &table));
   std::memcpy(table.data(), peers.data(), peers.size() * sizeof(PeerRecord));
   const AddCommunicator request{kMoverMagic, free, rank, id, peers.size()};
-  const int fd = table.fd();
-  MoverReply reply{};
-  std::size_t bytes = 0;
-  std::vector<UniqueFd> none;
-  Status status = sendWithFdsWithin(socket_.get(), &request, sizeof request, {&fd, 1}, timeoutMs_);
-  if (status) {
-    status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &none, timeoutMs_);
-  }
-  if (!status) return status.inContext("the mover does not take the communicator");
-  if (bytes != sizeof reply || !reply.ok) {
-    return Status::error(Code::System, getText(reply.text)).inContext("the mover");
-  }
+  HOCCL_RETURN_IF_ERROR(ask(&request, sizeof request, table.fd(), timeoutMs_));
   record.state.store(static_cast<std::uint32_t>(CommunicatorState::Open));
   *index = free;
   return {};

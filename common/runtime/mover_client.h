@@ -20,6 +20,7 @@
 #include "common/runtime/import_drops.h"
 #include "common/runtime/mover_protocol.h"
 #include "common/runtime/segment.h"
+#include "common/runtime/staging_pool.h"
 
 namespace hoccl {
 
@@ -52,6 +53,9 @@ class MoverClient {
   /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS; a mover that does
   /// not answer by then is killed.
   Status endCommunicator(std::uint32_t index, OpKind kind);
+  /// Gives the mover host memory that operations name by `id`. The mover has it registered when this
+  /// returns. Bounded by HOCCL_TIMEOUT_MS and 5 s for each GB. Any thread; takes a lock.
+  Status addStaging(std::uint64_t id, const SharedMemory& memory);
   /// What went wrong in that communicator; ok if nothing.
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
 
@@ -59,6 +63,8 @@ class MoverClient {
   /// is dead and has none.
   DropRequest askDrop(OpKind kind, std::uint64_t allocation, const Deadline& deadline);
   [[nodiscard]] ImportDrops& drops() const { return *drops_; }
+  /// Memory for buffers that the mover cannot map.
+  [[nodiscard]] StagingPool& staging() const { return *staging_; }
 
   // The launch path: any thread, no lock, no allocation, no system call unless the mover sleeps.
   /// Takes free launch slots, all or none; while too few are free it waits. Error: more than there are
@@ -86,6 +92,7 @@ class MoverClient {
  private:
   MoverClient() = default;
   Status spawn(const std::string& executable, int socket);
+  Status ask(const void* request, std::size_t bytes, int fd, std::uint64_t boundMs);
   Status greet(const std::string& gpuUuid);
   void watch();
   void releaseAll(const std::string& why);
@@ -109,6 +116,7 @@ class MoverClient {
   std::mutex control_;  ///< one request at a time on the socket; never taken on the launch path
 
   std::unique_ptr<ImportDrops> drops_;
+  std::unique_ptr<StagingPool> staging_;
   std::unique_ptr<std::atomic<std::uint64_t>[]> lastSequence_;  ///< by slot
   std::atomic<std::uint64_t> nextSequence_{0};
   std::atomic<std::uint32_t> nextSlot_{0};

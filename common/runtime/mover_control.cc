@@ -4,12 +4,14 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/base/log.h"
 #include "common/base/shared_memory.h"
 #include "common/base/unix_socket.h"
 #include "common/net/loopback/loopback_connection.h"
+#include "common/runtime/link.h"
 #include "common/runtime/mover_protocol.h"
 
 namespace hoccl {
@@ -103,12 +105,20 @@ void MoverControl::takeRequests() {
 
 void MoverControl::handle(ControlRequest& request) {
   switch (request.kind) {
-    case ControlRequest::Kind::None: return;
-    case ControlRequest::Kind::Import: import(request); return;
-    case ControlRequest::Kind::Connect: connect(request); return;
+    case ControlRequest::Kind::None:
+      return;
+    case ControlRequest::Kind::Import:
+      import(request);
+      return;
+    case ControlRequest::Kind::Connect:
+      connect(request);
+      return;
     case ControlRequest::Kind::Unmap:
-      if (CUresult result = driver_->cuIpcCloseMemHandle(request.mapped); result != CUDA_SUCCESS) {
-        logWarn("{}", driver_->error("cuIpcCloseMemHandle", result).message());
+      if (!isStaging(request.mapped)) {
+        const CUresult result = driver_->cuIpcCloseMemHandle(request.mapped);
+        if (result != CUDA_SUCCESS) {
+          logWarn("{}", driver_->error("cuIpcCloseMemHandle", result).message());
+        }
       }
       {
         LoopEvent unmapped;
@@ -131,11 +141,23 @@ void MoverControl::import(const ControlRequest& request) {
   LoopEvent event;
   event.kind = LoopEvent::Kind::Imported;
   event.allocation = request.buffer.allocationId;
+  if (request.buffer.kind == BufferKind::Staging) {
+    auto known = staging_.find(request.buffer.allocationId);
+    if (known == staging_.end()) {
+      event.status = Status::error(Code::Internal,
+                                   "an operation on staging memory that the mover "
+                                   "has not been given");
+    } else {
+      event.address = reinterpret_cast<CUdeviceptr>(known->second.memory.data());
+    }
+    post(std::move(event));
+    return;
+  }
   CUipcMemHandle handle;
   static_assert(sizeof handle == kIpcHandleBytes);
   std::memcpy(&handle, request.buffer.ipcHandle, sizeof handle);
-  event.status = HOCCL_CU(driver_, cuIpcOpenMemHandle(&event.address, handle,
-                                                      CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  event.status = HOCCL_CU(
+      driver_, cuIpcOpenMemHandle(&event.address, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
   if (!event.status) {
     event.status = event.status.inContext(
         fmt::format("the mover cannot map the application's allocation at {:#x} ({} bytes)",
@@ -213,7 +235,8 @@ void MoverControl::advanceAttempts() {
     }
     if (state == Handshake::State::Done) established(handshake.take());
     if (state == Handshake::State::Failed) {
-      // A peer that closed has kept this side's connection instead, or is gone, which its link tells.
+      // A peer that closed has kept this side's connection instead, or is gone, which its link
+      // tells.
       const Status why = handshake.status();
       logf(why.code() == Code::Remote ? LogLevel::Debug : LogLevel::Warn,
            "a connection to this mover was not made: {}", why.message());
@@ -229,13 +252,17 @@ void MoverControl::advanceAttempts() {
           ++position;
           continue;
         }
-        linkFailed(peer, Status::error(Code::Timeout,
-                                       fmt::format("its mover did not answer within {} ms "
-                                                   "(HOCCL_TIMEOUT_MS)",
-                                                   timeoutMs_)));
+        linkFailed(peer,
+                   Status::error(Code::Timeout, fmt::format("its mover did not answer within {} ms "
+                                                            "(HOCCL_TIMEOUT_MS)",
+                                                            timeoutMs_)));
         break;
-      case Handshake::State::Done: established(attempt.handshake->take()); break;
-      case Handshake::State::Crossed: crossed_.emplace(peer, Deadline::afterMs(timeoutMs_)); break;
+      case Handshake::State::Done:
+        established(attempt.handshake->take());
+        break;
+      case Handshake::State::Crossed:
+        crossed_.emplace(peer, Deadline::afterMs(timeoutMs_));
+        break;
       case Handshake::State::Failed:
         linkFailed(peer, attempt.handshake->status().inContext("its mover refused the connection"));
         break;
@@ -247,7 +274,8 @@ void MoverControl::advanceAttempts() {
       ++position;
       continue;
     }
-    linkFailed(position->first, Status::error(Code::Timeout, "its mover's own connection never came"));
+    linkFailed(position->first,
+               Status::error(Code::Timeout, "its mover's own connection never came"));
     position = crossed_.erase(position);
   }
 }
@@ -287,12 +315,51 @@ void MoverControl::applicationSays() {
   }
   MoverReply reply{};
   reply.magic = kMoverMagic;
-  status = addCommunicator(buffer, bytes, &fds);
+  status =
+      bytes == sizeof(AddStaging) ? addStaging(buffer, &fds) : addCommunicator(buffer, bytes, &fds);
   reply.ok = status ? 1 : 0;
   setText(reply.text, status.message());
   if (Status sent = sendWithFdsWithin(application_, &reply, sizeof reply, {}, timeoutMs_); !sent) {
     logWarn("the application takes no answer: {}", sent.message());
   }
+}
+
+/// Device memory through which the lanes copy between two places in host memory.
+Status MoverControl::makeScratch() {
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::Scratch;
+  const std::size_t bytes = 2 * SharedLanes::kCount * loopback_.slotBytes;
+  if (Status status = HOCCL_CU(driver_, cuMemAlloc(&event.address, bytes)); !status) {
+    return status.inContext(
+        fmt::format("{} bytes of device memory for copies between host memory (four times "
+                    "HOCCL_SLOT_BYTES)",
+                    bytes));
+  }
+  post(std::move(event));
+  return {};
+}
+
+Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
+  AddStaging request{};
+  std::memcpy(&request, data, sizeof request);
+  if (request.magic != kMoverMagic || fds->size() != 1 || staging_.count(request.id) > 0) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("staging memory {:#x} with {} descriptors makes no sense",
+                                     request.id, fds->size()));
+  }
+  if (staging_.empty()) HOCCL_RETURN_IF_ERROR(makeScratch());
+  StagingMemory staging;
+  HOCCL_RETURN_IF_ERROR(SharedMemory::map(std::move((*fds)[0]), request.bytes, &staging.memory));
+  HOCCL_RETURN_IF_ERROR(HostRegistration::create(driver_, staging.memory.data(), request.bytes,
+                                                 &staging.registration));
+  staging_.emplace(request.id, std::move(staging));
+  return {};
+}
+
+bool MoverControl::isStaging(CUdeviceptr address) const {
+  return std::any_of(staging_.begin(), staging_.end(), [address](const auto& each) {
+    return reinterpret_cast<CUdeviceptr>(each.second.memory.data()) == address;
+  });
 }
 
 Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
@@ -321,8 +388,8 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   event.communicator->id = request.id;
   event.communicator->rank = request.rank;
   for (std::uint64_t i = 0; i < request.ranks; ++i) {
-    event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
-                                         getText(records[i].host), records[i].pid});
+    event.communicator->peers.push_back(
+        {records[i].mover, getText(records[i].address), getText(records[i].host), records[i].pid});
   }
   post(std::move(event));
   return {};

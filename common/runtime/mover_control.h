@@ -8,6 +8,7 @@
 
 #include "common/base/config.h"
 #include "common/base/fd.h"
+#include "common/base/shared_memory.h"
 #include "common/base/time.h"
 #include "common/runtime/mover_events.h"
 
@@ -44,6 +45,9 @@ class MoverControl {
   void connect(const ControlRequest& request);
   void applicationSays();
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
+  Status addStaging(const void* data, std::vector<UniqueFd>* fds);
+  Status makeScratch();
+  [[nodiscard]] bool isStaging(CUdeviceptr address) const;
   void acceptAll();
   void advanceAttempts();
   void greet(Attempt& attempt);
@@ -68,6 +72,12 @@ class MoverControl {
   /// Peers that connected at the same time and keep theirs: until when theirs has to have come.
   std::map<PeerId, Deadline> crossed_;
   std::vector<Attempt> accepting_;
+  /// What the application copies to and from by itself, by the number it gave it. Stays for good.
+  struct StagingMemory {
+    SharedMemory memory;
+    HostRegistration registration;
+  };
+  std::map<std::uint64_t, StagingMemory> staging_;
   std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
 };
 

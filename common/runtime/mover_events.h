@@ -34,14 +34,14 @@ struct CommunicatorInfo {
 
 /// Control thread to loop.
 struct LoopEvent {
-  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Unmapped, Stop };
+  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Unmapped, Scratch, Stop };
   Kind kind = Kind::None;
   std::unique_ptr<CommunicatorInfo> communicator;
   PeerId peer;
   std::unique_ptr<Connection> connection;
   HostRegistration registration;
   std::uint64_t allocation = 0;
-  CUdeviceptr address = 0;
+  CUdeviceptr address = 0;  ///< Imported: of the buffer; Scratch: of the lanes' memory
   Status status;
 };
 

@@ -31,6 +31,7 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
       spinNs_(config.spinUs * 1000),
       pollMaxNs_(config.pollMaxUs * 1000),
       timeoutNs_(config.timeoutMs * 1'000'000),
+      slotBytes_(config.slotBytes),
       launches_(d.segment.launchSlots()),
       communicators_(kMaxCommunicators),
       imports_(d.segment, config.importCache, config.importIdleMs * 1'000'000) {
@@ -119,6 +120,10 @@ bool MoverLoop::takeEvents() {
       }
       case LoopEvent::Kind::Unmapped:
         imports_.unmapped();
+        break;
+      case LoopEvent::Kind::Scratch:
+        out_.useScratch(event.address, slotBytes_);
+        in_.useScratch(event.address + SharedLanes::kCount * slotBytes_, slotBytes_);
         break;
       case LoopEvent::Kind::Stop:
         stopping_ = true;
@@ -243,7 +248,8 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
   // Its communicator was announced before, but perhaps after this round's look at the events.
   if (!communicators_[descriptor.communicator]) takeEvents();
   Communicator* communicator = communicators_[descriptor.communicator].get();
-  // A call that waited for room while its communicator was aborted comes after the next one's start.
+  // A call that waited for room while its communicator was aborted comes after the next one's
+  // start.
   if (descriptor.generation != segment_.communicator(descriptor.communicator).generation.load()) {
     communicator = nullptr;
   }
@@ -353,7 +359,8 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   if (entry->peerReady) match(op, *entry);
 }
 
-/// Its send has been admitted, but not started: a launch starts when all of its operations are here.
+/// Its send has been admitted, but not started: a launch starts when all of its operations are
+/// here.
 void MoverLoop::admitMirror(Op* op, Communicator::Pair& pair) {
   Communicator& communicator = *op->communicator;
   const OpDescriptor& d = op->descriptor;
@@ -369,11 +376,11 @@ void MoverLoop::admitMirror(Op* op, Communicator::Pair& pair) {
                     send->descriptor.launchSlot == d.launchSlot &&
                     send->descriptor.launchSequence == d.launchSequence;
   if (!fits) {
-    failCommunicator(communicator, Code::Internal,
-                     fmt::format("there is no send of {} bytes to {} whose block this rank could "
-                                 "copy ({})",
-                                 d.bytes, describePeer(communicator, d.peer),
-                                 describeSequence(d.pairSequence)));
+    failCommunicator(
+        communicator, Code::Internal,
+        fmt::format("there is no send of {} bytes to {} whose block this rank could "
+                    "copy ({})",
+                    d.bytes, describePeer(communicator, d.peer), describeSequence(d.pairSequence)));
     return;
   }
   op->link = send->link;

@@ -29,8 +29,9 @@ struct Communicator {
   };
   CommunicatorInfo info;
   std::vector<Pair> pairs;  ///< by rank
-  /// Mirrors that are not over. They have no counterpart at a peer, so they take no number of any pair
-  /// and are in no window: the count of the rank's operations with itself goes on as if there were none.
+  /// Mirrors that are not over. They have no counterpart at a peer, so they take no number of any
+  /// pair and are in no window: the count of the rank's operations with itself goes on as if there
+  /// were none.
   std::vector<Op*> mirrors;
   CommunicatorRecord* record = nullptr;
   std::uint32_t pending = 0;  ///< operations
@@ -38,9 +39,9 @@ struct Communicator {
   bool failed = false;
 };
 
-/// The paper's CPU proxy: one thread that takes operations from the segment, moves their chunks over
-/// the copy engines and the links, and ends their launches. It makes no call that can block, takes no
-/// lock and, while it has something to do, makes no system call of its own.
+/// The paper's CPU proxy: one thread that takes operations from the segment, moves their chunks
+/// over the copy engines and the links, and ends their launches. It makes no call that can block,
+/// takes no lock and, while it has something to do, makes no system call of its own.
 class MoverLoop final : public LinkOwner {
  public:
   struct Dependencies {
@@ -83,8 +84,8 @@ class MoverLoop final : public LinkOwner {
   void arrived(Op* op, Op::Waiting what);
   void activate(Op* op);
   void match(Op* op, const PairWindow::Entry& entry);
-  void mismatch(Communicator& communicator, Link* link, std::int32_t peer, std::uint64_t pairSequence,
-                bool send, std::uint64_t own, std::uint64_t theirs);
+  void mismatch(Communicator& communicator, Link* link, std::int32_t peer,
+                std::uint64_t pairSequence, bool send, std::uint64_t own, std::uint64_t theirs);
   void failOp(Op* op);
   void finishOp(Op* op);
   void finishOutOfSequence(Op* op);
@@ -114,10 +115,11 @@ class MoverLoop final : public LinkOwner {
   MoverQueues* queues_;
   SharedLanes out_, in_;
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
+  std::uint64_t slotBytes_;  ///< of any staging slot, and so of the largest copy
 
   OpPool pool_;
-  std::vector<Launch> launches_;            ///< by slot
-  std::vector<std::uint32_t> starting_;     ///< slots whose start has not come
+  std::vector<Launch> launches_;                              ///< by slot
+  std::vector<std::uint32_t> starting_;                       ///< slots whose start has not come
   std::vector<std::unique_ptr<Communicator>> communicators_;  ///< by index
   std::unordered_map<std::uint64_t, Communicator*> communicatorById_;
   std::map<PeerId, std::unique_ptr<Link>> links_;
@@ -130,8 +132,8 @@ class MoverLoop final : public LinkOwner {
   ImportKeeper imports_;
   std::vector<ControlRequest> requests_;  ///< those the queue had no room for
   std::uint32_t pendingOps_ = 0;
-  bool abandoned_ = false;   ///< a dead peer's link is still there
-  bool leaving_ = false;     ///< and has a copy in flight
+  bool abandoned_ = false;               ///< a dead peer's link is still there
+  bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
   std::vector<Op*> scratch_;
   bool stopping_ = false;

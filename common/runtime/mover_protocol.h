@@ -10,7 +10,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 1;
+inline constexpr std::uint32_t kMoverProtocol = 2;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -44,6 +44,15 @@ struct AddCommunicator {
   std::uint64_t id;
   std::uint64_t ranks;
 };
+
+/// Host memory that operations may name by `id` from now on (BufferKind::Staging), with one
+/// descriptor: its memfd.
+struct AddStaging {
+  std::uint64_t magic;
+  std::uint64_t id;
+  std::uint64_t bytes;
+};
+static_assert(sizeof(AddStaging) != sizeof(AddCommunicator), "told apart by their size");
 
 /// One rank of a communicator as every rank learns it from the agreement.
 struct PeerRecord {

@@ -27,7 +27,7 @@ struct Op {
   Communicator* communicator = nullptr;
   Import* import = nullptr;
   Link* link = nullptr;
-  CUdeviceptr address = 0;  ///< of the buffer in this process
+  CUdeviceptr address = 0;  ///< of the buffer in this process; of staging: the host address
   std::uint32_t waiting = 0;
   std::uint32_t copiesInFlight = 0;
   std::uint64_t announced = 0;  ///< a receive: bytes the peer has announced

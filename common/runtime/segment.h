@@ -51,9 +51,17 @@ enum class OpKind : std::uint32_t {
   Mirror = 8,
 };
 
-/// A device buffer as the mover can find it: the allocation's identity and where in it.
+enum class BufferKind : std::uint32_t {
+  Device = 0,   ///< an allocation of the application, to be imported by its handle
+  Staging = 1,  ///< host memory of a StagingPool, which the mover has been given (AddStaging)
+};
+
+/// A buffer as the mover can find it: the allocation's identity and where in it.
 struct BufferRef {
-  std::uint64_t allocationId;    ///< CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the process for ever
+  BufferKind kind;
+  /// Device: CU_POINTER_ATTRIBUTE_BUFFER_ID. Staging: a StagingPool's number. Unique in the process
+  /// for ever.
+  std::uint64_t allocationId;
   std::uint64_t allocationBase;  ///< application's address of the allocation, only to tell overlap
   std::uint64_t allocationBytes;
   std::uint64_t offset;  ///< bytes from the allocation's start

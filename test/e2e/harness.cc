@@ -136,6 +136,8 @@ void Job::spawn(int rank) {
   environment["HOCCL_MOVER_PATH"] = E2E_MOVER;
   // Movers that spin while emulated copies take their time keep everything else from few CPUs.
   environment["HOCCL_SPIN_US"] = "2";
+  // The ranks find the driver as a framework does, so that nothing tells whose frees are seen.
+  environment["HOCCL_APP_COPIES"] = "unexportable";
   environment["NCCLSTANDIN_LOG"] = path(fmt::format("calls{}", rank));
   environment["NCCLSTANDIN_TIMEOUT_MS"] = "15000";
   if (state.preload) environment["LD_PRELOAD"] = E2E_SHIM;

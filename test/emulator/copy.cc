@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cuda.h>
 
 #include <cstdint>
@@ -120,10 +121,22 @@ void countCopy(int physical, Counter kind, std::size_t bytes) {
   }
 }
 
+/// How much of a copy stays within one mapping of a range of addresses that consists of several.
+std::size_t withinMapping(std::uintptr_t address, std::size_t bytes) {
+  const auto region = regions::find(address);
+  if (region == nullptr || region->kind != RegionKind::Mapped) return bytes;
+  return std::min(bytes, region->base + region->size - address);
+}
+
 /// Every copy call ends here. Returns when the driver would: at once, or with pageable memory when
 /// the application may touch it again.
 CUresult copy(const StreamPtr& stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
   if (bytes == 0) return Scheduler::get().submit(stream, std::vector<Op>(1));
+  const std::size_t part = std::min(withinMapping(to, bytes), withinMapping(from, bytes));
+  if (part < bytes) {
+    const CUresult first = copy(stream, to, from, part);
+    return first == CUDA_SUCCESS ? copy(stream, to + part, from + part, bytes - part) : first;
+  }
   Side target, source;
   const int here = stream->context->physical;
   if (!resolve(to, bytes, here, &target) || !resolve(from, bytes, here, &source))

@@ -29,7 +29,7 @@ inline void setFlagAt(const FlagWrite& write) {
 }
 
 inline void copyOf(LaneDirection direction, const LaneJob& job) {
-  auto* device = reinterpret_cast<std::byte*>(job.device);
+  auto* device = job.staging ? job.staging : reinterpret_cast<std::byte*>(job.device);
   if (direction == LaneDirection::ToHost) {
     std::memcpy(job.host, device, job.bytes);
   } else {
@@ -47,6 +47,7 @@ class ManualLane final : public Lane {
     ++submitted;
     return {};
   }
+  void useScratch(CUdeviceptr) override {}
   /// Ends the oldest job; false when there is none.
   bool completeOne() {
     if (jobs_.empty()) return false;
@@ -124,6 +125,7 @@ class CopyEngines {
       engines_->work_.release();
       return {};
     }
+    void useScratch(CUdeviceptr) override {}
 
    private:
     CopyEngines* engines_;

@@ -159,6 +159,9 @@ RankSetPlan BenchRun::plan(const std::string& impl) {
     RankEnvironment environment;
     environment.libraryPath = emulatorPath_;
     if (impl == "hoccl") environment.preload = shim_;
+    // A rank frees its buffers when its communicator is gone, so that nobody has to see it.
+    if (!std::getenv("HOCCL_APP_COPIES"))
+      environment.extra.push_back("HOCCL_APP_COPIES=unexportable");
     if (!options.sameNode && impl != "bare")
       environment.hostId = fmt::format("hoccl-bench-{}-{}", ::getpid(), rank);
     if (setting_.device.emulated) {

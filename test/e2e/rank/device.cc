@@ -113,8 +113,8 @@ void Gate::hold(CUstream stream) {
 }
 void Gate::open() { *flag_ = 1; }
 
-Buffer::Buffer(std::size_t bytes, std::size_t offset) : bytes_(bytes), offset_(offset) {
-  REQUIRE_CU(cuda().memAlloc(&device_, total()));
+Buffer::Buffer(std::size_t bytes, std::size_t offset)
+    : bytes_(bytes), offset_(offset), memory_(total()), device_(memory_.address()) {
   poison_ = pinned(total());
   pattern_ = pinned(bytes_);
   seen_ = pinned(total());
@@ -122,7 +122,6 @@ Buffer::Buffer(std::size_t bytes, std::size_t offset) : bytes_(bytes), offset_(o
 }
 
 Buffer::~Buffer() {
-  cuda().memFree(device_);
   for (unsigned char* area : {poison_, pattern_, seen_}) cuda().memFreeHost(area);
 }
 

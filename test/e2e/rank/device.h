@@ -20,6 +20,18 @@ namespace e2e {
   X(ctxGetCurrent, cuCtxGetCurrent)                     \
   X(memAlloc, cuMemAlloc)                               \
   X(memFree, cuMemFree)                                 \
+  X(memAllocManaged, cuMemAllocManaged)                 \
+  X(memAllocAsync, cuMemAllocAsync)                     \
+  X(memFreeAsync, cuMemFreeAsync)                       \
+  X(memCreate, cuMemCreate)                             \
+  X(memRelease, cuMemRelease)                           \
+  X(memAddressReserve, cuMemAddressReserve)             \
+  X(memAddressFree, cuMemAddressFree)                   \
+  X(memMap, cuMemMap)                                   \
+  X(memUnmap, cuMemUnmap)                               \
+  X(memSetAccess, cuMemSetAccess)                       \
+  X(memHostRegister, cuMemHostRegister)                 \
+  X(memHostUnregister, cuMemHostUnregister)             \
   X(memHostAlloc, cuMemHostAlloc)                       \
   X(memFreeHost, cuMemFreeHost)                         \
   X(memHostGetDevicePointer, cuMemHostGetDevicePointer) \
@@ -75,6 +87,22 @@ class Gate {
   CUdeviceptr device_ = 0;
 };
 
+/// Device memory of the kind that the environment's E2E_MEMORY names: "device" (cuMemAlloc; also if it
+/// is not set), "managed", "pool" or "mapped" (one address range of many physical pieces).
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(std::size_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  [[nodiscard]] CUdeviceptr address() const { return address_; }
+
+ private:
+  CUdeviceptr address_ = 0;
+  std::size_t mapped_ = 0;  ///< bytes of the range
+  std::vector<CUmemGenericAllocationHandle> pieces_;
+};
+
 /// Device memory for one transfer, with guard zones around it, and its image on the host. What
 /// is enqueued here runs in the order of the stream, so it also shows what an operation's place in
 /// that order is: `poison` after a send destroys the bytes as soon as the stream is released.
@@ -109,6 +137,7 @@ class Buffer {
   [[nodiscard]] std::size_t firstOther(std::size_t from, std::size_t to) const;
 
   std::size_t bytes_, offset_;
+  DeviceMemory memory_;
   CUdeviceptr device_ = 0;
   // Pinned, one area for each use, so that copies still queued keep what they read.
   unsigned char* poison_ = nullptr;

@@ -22,7 +22,8 @@ int main(int argc, char** argv) {
   for (const auto* list :
        {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
         &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
-        &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios}) {
+        &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
+        &kHostMemoryScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

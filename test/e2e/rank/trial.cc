@@ -21,12 +21,10 @@ void place(Bytes* image, std::size_t index, const Bytes& block) {
 
 }  // namespace
 
-Region::Region(std::size_t bytes, std::size_t offset) : bytes_(bytes), offset_(offset) {
-  REQUIRE_CU(cuda().memAlloc(&device_, total()));
-}
+Region::Region(std::size_t bytes, std::size_t offset)
+    : bytes_(bytes), offset_(offset), memory_(total()), device_(memory_.address()) {}
 
 Region::~Region() {
-  cuda().memFree(device_);
   for (unsigned char* each : areas_) cuda().memFreeHost(each);
 }
 

@@ -42,6 +42,7 @@ class Region {
   unsigned char* area(std::size_t bytes);
 
   std::size_t bytes_, offset_;
+  DeviceMemory memory_;
   CUdeviceptr device_ = 0;
   unsigned char* poison_ = nullptr;
   std::vector<unsigned char*> areas_, fetched_;

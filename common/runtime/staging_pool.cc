@@ -1,0 +1,123 @@
+#include "common/runtime/staging_pool.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+
+#include "common/base/log.h"
+#include "common/base/time.h"
+#include "common/runtime/mover_client.h"
+
+namespace hoccl {
+namespace {
+
+constexpr std::uint64_t kLeast = 1 << 20;
+constexpr std::uint64_t kHeader = 4096;  ///< the flag, and the data begins on a page
+constexpr useconds_t kFullNapUs = 20;
+constexpr std::uint64_t kTellAfterMs = 5000;
+
+/// Tells staging memory from the driver's allocations, which count up from a small number.
+std::uint64_t nextId() {
+  static std::atomic<std::uint64_t> last{1ull << 63};
+  return ++last;
+}
+
+}  // namespace
+
+std::uint64_t stagingBlockBytes(std::uint64_t bytes) {
+  if (bytes <= kLeast) return kLeast;
+  const std::uint64_t quarter = std::bit_floor(bytes) / 4;
+  return (bytes + quarter - 1) / quarter * quarter;
+}
+
+std::uint64_t StagingPool::held() const {
+  std::lock_guard lock(mutex_);
+  return held_;
+}
+
+/// The smallest free block, if it is not much larger than asked for.
+StagingPool::Block* StagingPool::takeFree(std::uint64_t bytes, bool* anyLargeEnough) {
+  Block* best = nullptr;
+  for (const auto& block : blocks_) {
+    if (block->bytes < bytes) continue;
+    *anyLargeEnough = true;
+    if (!block->done->reached(block->turn)) continue;
+    if (!best || block->bytes < best->bytes) best = block.get();
+  }
+  // A small operation in a large block would make a large one wait, or the pool grow by another.
+  const std::uint64_t fitting = stagingBlockBytes(bytes);
+  if (best && best->bytes / 4 > fitting && held_ + fitting <= limit_) return nullptr;
+  if (best) ++best->turn;
+  return best;
+}
+
+Status StagingPool::makeBlock(std::uint64_t bytes, Block** out) {
+  auto block = std::make_unique<Block>();
+  block->id = nextId();
+  block->bytes = bytes;
+  block->offset = kHeader;
+  HOCCL_RETURN_IF_ERROR(SharedMemory::create("hoccl-staging", kHeader + bytes, &block->memory));
+  auto* base = static_cast<std::byte*>(block->memory.data());
+  block->data = base + kHeader;
+  block->done = reinterpret_cast<Flag*>(base);
+  ContextGuard guard(driver_, context_);
+  RelaxedCapture relaxed(driver_);
+  HOCCL_RETURN_IF_ERROR(
+      HostRegistration::create(driver_, base, block->memory.size(), &block->registration));
+  block->doneAddress = block->registration.deviceAddress(*block->done);
+  HOCCL_RETURN_IF_ERROR(mover_->addStaging(block->id, block->memory));
+  block->turn = 1;
+  held_ += bytes;
+  blocks_.push_back(std::move(block));
+  *out = blocks_.back().get();
+  return {};
+}
+
+Status StagingPool::take(std::uint64_t bytes, bool mayWait, const std::function<bool()>& cancelled,
+                         Block** out) {
+  Deadline tell = Deadline::afterMs(kTellAfterMs);
+  bool told = false;
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      bool anyLargeEnough = false;
+      if (Block* block = takeFree(bytes, &anyLargeEnough)) {
+        *out = block;
+        return {};
+      }
+      const std::uint64_t size = stagingBlockBytes(bytes);
+      if (held_ + size <= limit_ || !anyLargeEnough || !mayWait) {
+        return makeBlock(size, out).inContext(
+            fmt::format("no pinned memory for an application-side copy of {} bytes ({} bytes of "
+                        "HOCCL_APP_COPY_BYTES={} in use)",
+                        bytes, held_, limit_));
+      }
+    }
+    if (mover_->segment().header().moverDead.load(std::memory_order_relaxed)) {
+      return Status::error(Code::Remote, "the mover has ended");
+    }
+    if (cancelled && cancelled()) {
+      return Status::error(Code::Aborted, "the communicator was aborted");
+    }
+    if (tell.passed() && !std::exchange(told, true)) {
+      logWarn(
+          "an application-side copy of {} bytes waits for earlier ones: they take all of "
+          "HOCCL_APP_COPY_BYTES={}",
+          bytes, limit_);
+    }
+    ::usleep(kFullNapUs);
+  }
+}
+
+Status StagingPool::scratch(Block* block) {
+  if (block->scratch) return {};
+  ContextGuard guard(driver_, context_);
+  RelaxedCapture relaxed(driver_);
+  return HOCCL_CU(driver_, cuMemAlloc(&block->scratch, kScratchBytes))
+      .inContext("no device memory for copies out of and into host memory");
+}
+
+}  // namespace hoccl
