@@ -1,5 +1,5 @@
-// Collectives as the sends and receives they consist of. A rank's own block goes through its mover
-// like any other where input and output differ: a copy within the device would be a kernel.
+// Collectives as the sends and receives they consist of. Where input and output differ, a rank's
+// own block goes through its mover as well: a copy within the device would be a kernel.
 
 #include "plugin-tuner/call_support.h"
 #include "plugin-tuner/operations.h"
@@ -37,9 +37,16 @@ class Collective {
   /// This rank's block for `peer`, and the block that comes from there.
   void send(int peer) { add(OpKind::Send, &in_, perRankIn_ ? peer : 0, peer); }
   void receive(int peer) { add(OpKind::Recv, &out_, perRankOut_ ? peer : 0, peer); }
+  /// This rank's block for itself, which goes to nobody else.
   void ownBlock() {
     send(rank());
     receive(rank());
+  }
+  /// This rank's block where all get the same, after the sends to the others: copied out for one of
+  /// them and copied in both there and here.
+  void ownBlockOfAll() {
+    if (ranks() == 1) return ownBlock();
+    add(OpKind::Mirror, &out_, perRankOut_ ? rank() : 0, after(1));
   }
   /// The other ranks in the order in which rank r sends to r+1, r+2, …, and receives from r-1, r-2,
   /// …, so that at no time all of them send to one.
@@ -50,7 +57,7 @@ class Collective {
  private:
   void add(OpKind kind, SteeredCall::Buffer* buffer, int blockIndex, int peer) {
     call_.add(kind, buffer, block() * static_cast<std::uint64_t>(blockIndex), peer, true);
-    if (peer != rank()) moved_ += block();
+    if (peer != rank() && kind != OpKind::Mirror) moved_ += block();
   }
 
   SteeredCall call_;
@@ -71,7 +78,7 @@ bool allGather(const void* in, void* out, size_t count, ncclDataType_t type, ncc
       c.send(c.after(d));
       c.receive(c.before(d));
     }
-    if (in != at(out, c.block() * static_cast<std::uint64_t>(c.rank()))) c.ownBlock();
+    if (in != at(out, c.block() * static_cast<std::uint64_t>(c.rank()))) c.ownBlockOfAll();
     c.launch();
   }
   *result = noteResult(c.result());
@@ -107,7 +114,7 @@ bool broadcast(const void* in, void* out, size_t count, ncclDataType_t type, int
     }
   } else if (c.goesOn() && c.input(in, false) && (in == out || c.output(out, false))) {
     for (int d = 1; d < c.ranks(); ++d) c.send(c.after(d));
-    if (in != out) c.ownBlock();
+    if (in != out) c.ownBlockOfAll();
     c.launch();
   }
   *result = noteResult(c.result());

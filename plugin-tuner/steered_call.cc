@@ -193,7 +193,9 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   d.peer = peer;
   d.bytes = bytes_;
   const auto index = static_cast<std::size_t>(peer);
-  if (collective) {
+  if (kind == OpKind::Mirror) {
+    d.pairSequence = (comm_->collectiveSendSequence[index] - 1) | kCollectiveSequence;
+  } else if (collective) {
     auto& sequences =
         kind == OpKind::Send ? comm_->collectiveSendSequence : comm_->collectiveRecvSequence;
     d.pairSequence = sequences[index]++ | kCollectiveSequence;
@@ -205,7 +207,7 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   d.buffer.offset += offset;
   if (!buffer->block) return;
   noteBlock(kind, buffer);
-  if (kind == OpKind::Recv) {
+  if (kind != OpKind::Send) {
     openGroup().launcher.add(
         comm_, stream_,
         AppCopy{buffer->block, buffer->address + offset, offset, bytes_, false, buffer->host});

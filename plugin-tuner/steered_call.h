@@ -50,7 +50,8 @@ class SteeredCall {
   /// Finds a buffer's allocation, or staging memory for it where the mover cannot map it; on
   /// failure the call is answered with the error.
   bool exports(const void* buffer, std::uint64_t bytes, Buffer* out);
-  /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports.
+  /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports. A
+  /// mirror is of the send to that peer that was added last.
   void add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer, bool collective);
   /// After the last add: counts the call and launches it, in a group with the group's end.
   ncclResult_t launch(std::uint64_t movedBytes);

@@ -53,6 +53,8 @@ struct Slot {
   std::byte* data = nullptr;
   Flag* ready = nullptr;
   Flag* credit = nullptr;
+  /// out: this side's alone, for its own copy out of the slot (docs/staging.md, mirrors).
+  Flag* mirrored = nullptr;
 };
 
 /// Local staging memory; data and flags all lie inside [base, base + bytes), which the owner registers

@@ -22,15 +22,12 @@ void userSide(const Op& op, std::uint64_t offset, LaneJob* job) {
 
 /// The conditions and actions of the chunk state machines.
 struct ChunkRules {
-  static const Slot& outSlot(const Chunk& c) { return c.link->connection_->staging().out[c.slot]; }
-  static const Slot& inSlot(const Chunk& c) { return c.link->connection_->staging().in[c.slot]; }
-
   // Out-slots.
   static bool copiedShared(const Chunk& c) {
-    return c.link->shared_ && outSlot(c).ready->reached(c.turn);
+    return c.link->shared_ && c.place.ready->reached(c.turn);
   }
   static bool copiedUnshared(const Chunk& c) {
-    return !c.link->shared_ && outSlot(c).ready->reached(c.turn);
+    return !c.link->shared_ && c.place.ready->reached(c.turn);
   }
   static void countCopied(Chunk& c) {
     --c.link->owner_->outLanes().inFlight;
@@ -41,8 +38,9 @@ struct ChunkRules {
     return c.link->peerAbandoned_ || c.link->connection_->tryWrite(c.slot, c.length, c.turn);
   }
   static void nothing(Chunk&) {}
-  static bool credited(const Chunk& c) {
-    return c.link->peerAbandoned_ || outSlot(c).credit->reached(c.turn);
+  static bool emptied(const Chunk& c) {
+    return (c.link->peerAbandoned_ || c.place.credit->reached(c.turn)) &&
+           c.link->mirrors_[c.slot].state == ChunkState::Idle;
   }
   static void freeOut(Chunk& c) {
     c.link->freeOut_.push_back(c.slot);
@@ -50,37 +48,36 @@ struct ChunkRules {
     if (std::exchange(c.eager, false)) --c.link->eager_;
   }
 
-  // In-slots.
+  // In-slots, and mirror slots.
   static bool mayCopyIn(const Chunk& c) {
-    return c.op && inSlot(c).ready->reached(c.turn) && c.link->owner_->inLanes().room();
+    return c.op && c.place.ready->reached(c.turn) && c.link->owner_->inLanes().room();
   }
   static void copyIn(Chunk& c) {
     Link& link = *c.link;
-    const Slot& slot = inSlot(c);
     LaneJob job;
     userSide(*c.op, c.offset, &job);
-    job.host = slot.data;
+    job.host = c.place.data;
     job.bytes = c.length;
     // `finish` first: once the slot's flag shows, nothing of this operation is still to be written.
     if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
-    job.writes[1] = {link.registration_.deviceAddress(*slot.credit), c.turn};
+    job.writes[1] = {link.registration_.deviceAddress(*c.place.credit), c.turn};
     c.op->issued += c.length;
     ++c.op->copiesInFlight;
     ++link.inCopying_;
     c.state = ChunkState::Copying;  // before fatal(), which takes receives off announced chunks
     if (Status status = link.owner_->inLanes().submit(job); !status) {
       link.owner_->fatal(status);
-      slot.credit->set(c.turn);  // no copy runs that would
+      c.place.credit->set(c.turn);  // no copy runs that would
     }
   }
   static bool unwanted(const Chunk& c) {
-    return !c.op && !c.early && (inSlot(c).ready->reached(c.turn) || c.link->peerAbandoned_);
+    return !c.op && !c.early && (c.place.ready->reached(c.turn) || c.link->peerAbandoned_);
   }
   static void giveBack(Chunk& c) {
-    inSlot(c).credit->set(c.turn);
+    c.place.credit->set(c.turn);
     --c.link->inBusy_;
   }
-  static bool copiedIn(const Chunk& c) { return inSlot(c).credit->reached(c.turn); }
+  static bool copiedIn(const Chunk& c) { return c.place.credit->reached(c.turn); }
   static void countCopiedIn(Chunk& c) {
     --c.link->owner_->inLanes().inFlight;
     --c.link->inCopying_;
@@ -98,7 +95,7 @@ constexpr Rule kOutRules[] = {
      ChunkRules::countCopied},
     {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::countCopied},
     {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::nothing},
-    {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::credited, ChunkRules::freeOut},
+    {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::emptied, ChunkRules::freeOut},
 };
 
 constexpr Rule kInRules[] = {
@@ -114,16 +111,19 @@ void Link::establish(std::unique_ptr<Connection> connection, HostRegistration re
   registration_ = std::move(registration);
   shared_ = connection_->sharedSlots();
   const Staging& staging = connection_->staging();
-  auto prepare = [this](std::vector<Chunk>& chunks, std::size_t count) {
-    chunks.resize(count);
-    for (std::uint32_t i = 0; i < count; ++i) {
+  auto prepare = [this](std::vector<Chunk>& chunks, const std::vector<Slot>& slots) {
+    chunks.resize(slots.size());
+    for (std::uint32_t i = 0; i < slots.size(); ++i) {
       chunks[i].slot = i;
+      chunks[i].place = slots[i];
       chunks[i].link = this;
     }
   };
-  prepare(out_, staging.out.size());
-  prepare(in_, staging.in.size());
-  announced_.reserve(in_.size());
+  prepare(out_, staging.out);
+  prepare(in_, staging.in);
+  prepare(mirrors_, staging.out);
+  for (Chunk& chunk : mirrors_) chunk.place.credit = chunk.place.mirrored;
+  announced_.reserve(in_.size() + mirrors_.size());
   freeOut_.reserve(out_.size());
   for (std::uint32_t i = static_cast<std::uint32_t>(out_.size()); i-- > 0;) freeOut_.push_back(i);
   // With a single slot an eager chunk could keep it from everybody else.
@@ -185,8 +185,10 @@ bool Link::flushMessages() {
 
 void Link::forget(Op* op) {
   std::erase(sends_, op);
-  for (Chunk& chunk : in_) {
-    if (chunk.op == op && chunk.state == ChunkState::Announced) chunk.op = nullptr;
+  for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
+    for (Chunk& chunk : *chunks) {
+      if (chunk.op == op && chunk.state == ChunkState::Announced) chunk.op = nullptr;
+    }
   }
 }
 
@@ -222,8 +224,20 @@ bool Link::announce(const Message& message) {
   }
   chunk.state = ChunkState::Announced;
   ++inBusy_;
-  announced_.push_back(message.slot);
+  announced_.push_back(&chunk);
   return true;
+}
+
+/// What goes into that out-slot comes in to `mirror`, too.
+void Link::mirrorChunk(const Chunk& out, Op* mirror) {
+  Chunk& chunk = mirrors_[out.slot];
+  chunk.turn = out.turn;
+  chunk.offset = out.offset;
+  chunk.length = out.length;
+  chunk.op = mirror;
+  chunk.state = ChunkState::Announced;
+  ++inBusy_;
+  announced_.push_back(&chunk);
 }
 
 /// The next chunk of the next send in turn: claims a slot, announces it, submits the copy.
@@ -238,7 +252,6 @@ bool Link::claimOut() {
   if (tried == sends_.size()) return false;
   Op& op = *sends_[nextSend_];
   Chunk& chunk = out_[freeOut_.back()];
-  const Slot& slot = connection_->staging().out[chunk.slot];
   chunk.offset = op.issued;
   chunk.length = chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
   Message message{};
@@ -262,10 +275,10 @@ bool Link::claimOut() {
   ++op.copiesInFlight;
   LaneJob job;
   userSide(op, chunk.offset, &job);
-  job.host = slot.data;
+  job.host = chunk.place.data;
   job.bytes = chunk.length;
   if (chunk.length == op.descriptor.bytes) job.writes[0] = owner_->finishWrite(op);  // see copyIn
-  job.writes[1] = {registration_.deviceAddress(*slot.ready), chunk.turn};
+  job.writes[1] = {registration_.deviceAddress(*chunk.place.ready), chunk.turn};
   if (op.issued == op.descriptor.bytes) {
     sends_.erase(sends_.begin() + static_cast<std::ptrdiff_t>(nextSend_));
   } else {
@@ -277,6 +290,8 @@ bool Link::claimOut() {
     owner_->fatal(status);
     ChunkRules::countCopied(chunk);
     chunk.state = ChunkState::HandedOver;
+  } else if (op.partner) {
+    mirrorChunk(chunk, op.partner);
   }
   return true;
 }
@@ -293,13 +308,15 @@ bool Link::progress() {
   if (inBusy_ > 0) {
     // Arrivals are queued in the order the sender filled them.
     std::size_t kept = 0;
-    for (std::uint32_t slot : announced_) {
-      moved |= advance(kInRules, in_[slot]);
-      if (in_[slot].state == ChunkState::Announced) announced_[kept++] = slot;
+    for (Chunk* chunk : announced_) {
+      moved |= advance(kInRules, *chunk);
+      if (chunk->state == ChunkState::Announced) announced_[kept++] = chunk;
     }
     announced_.resize(kept);
-    for (Chunk& chunk : in_) {
-      if (chunk.state == ChunkState::Copying) moved |= advance(kInRules, chunk);
+    for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
+      for (Chunk& chunk : *chunks) {
+        if (chunk.state == ChunkState::Copying) moved |= advance(kInRules, chunk);
+      }
     }
   }
   return moved;

@@ -13,10 +13,12 @@
 namespace hoccl {
 
 /// What a chunk in a staging slot is doing. An out-slot goes Idle → Copying → (Sending →)
-/// HandedOver → Idle, an in-slot Idle → Announced → Copying → Idle.
+/// HandedOver → Idle, an in-slot Idle → Announced → Copying → Idle. Over an out-slot whose send has
+/// a mirror lies an in-slot of this side, the mirror slot: what goes out there comes in here as
+/// well.
 enum class ChunkState : std::uint8_t {
   Idle,
-  Announced,   ///< in: the peer says that bytes are on their way into the slot
+  Announced,   ///< in: bytes are on their way into the slot, as the peer says, or this side's send
   Copying,     ///< a copy engine is at work
   Sending,     ///< out, slots not shared: waits until the transport takes the write
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
@@ -25,6 +27,7 @@ enum class ChunkState : std::uint8_t {
 struct Chunk {
   ChunkState state = ChunkState::Idle;
   std::uint32_t slot = 0;
+  Slot place;  ///< the slot; of a mirror its `credit` is the out-slot's `mirrored`
   std::uint64_t turn = 0;
   std::uint64_t offset = 0;
   std::uint64_t length = 0;
@@ -102,7 +105,8 @@ class Link {
   void send(const Message& message);
   [[nodiscard]] bool receive(Message* message) { return connection_->tryReceive(message); }
 
-  /// A send that may move: its chunks go out in turn with those of others. Until the receiver is
+  /// A send that may move: its chunks go out in turn with those of others, and each comes in to its
+  /// mirror, if it has one, as it comes in to the peer. Until the receiver is
   /// ready (`op->matched`) only as many as the eager half of the slots takes, so that a receiver
   /// that does not come holds up nobody (rule 7).
   void startSend(Op* op);
@@ -128,6 +132,8 @@ class Link {
   }
   /// Copies on this side's lanes that touch this link's slots.
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
+  /// There are such copies, or bytes here that somebody is still to have.
+  [[nodiscard]] bool needed() const { return outCopying_ + inBusy_ > 0; }
   [[nodiscard]] bool holdsEarly() const { return early_ > 0; }
   /// The peer is gone: takes back what it will never use.
   /// Adds the receives whose bytes were on their way and will not come.
@@ -145,6 +151,7 @@ class Link {
  private:
   friend struct ChunkRules;
   bool claimOut();
+  void mirrorChunk(const Chunk& out, Op* mirror);
   bool flushMessages();
 
   LinkOwner* owner_;
@@ -156,13 +163,13 @@ class Link {
   bool peerAbandoned_ = false;
   bool leaving_ = false;
 
-  std::vector<Chunk> out_, in_;
+  std::vector<Chunk> out_, in_, mirrors_;  ///< mirrors_: over out_, the same index
   std::vector<std::uint32_t> freeOut_;
-  std::vector<std::uint32_t> announced_;  ///< in-slots in the order of their announcement
+  std::vector<Chunk*> announced_;  ///< in- and mirror slots in the order of their announcement
   std::vector<Op*> sends_;
   std::size_t nextSend_ = 0;
-  std::vector<Message> backlog_;  ///< messages the connection had no room for
-  std::uint32_t outBusy_ = 0, inBusy_ = 0;
+  std::vector<Message> backlog_;            ///< messages the connection had no room for
+  std::uint32_t outBusy_ = 0, inBusy_ = 0;  ///< mirror slots count as in-slots, here and below
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
   std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;

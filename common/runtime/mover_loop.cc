@@ -275,7 +275,8 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
       imports_.drop(descriptor);
       return;
     case OpKind::Send:
-    case OpKind::Recv: {
+    case OpKind::Recv:
+    case OpKind::Mirror: {
       Launch* launch = launchOf(descriptor);
       if (!launch) return;
       if (!communicator || descriptor.peer < 0 ||
@@ -320,6 +321,10 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
   ++communicator.pending;
 
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(descriptor.peer)];
+  if (op->mirror()) {
+    admitMirror(op, pair);
+    return;
+  }
   PairWindows& window = op->send() ? pair.sends : pair.receives;
   PairWindow::Entry* entry = window.find(descriptor.pairSequence);
   if (!entry || entry->op) {
@@ -349,27 +354,66 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
       return;
     }
   }
+  if (!mapBuffer(op)) return;
+  if (op->link->up()) op->waiting &= ~Op::kForLink;
+  if (entry->peerReady) match(op, *entry);
+}
+
+/// Its send has been admitted, but not started: a launch starts when all of its operations are
+/// here.
+void MoverLoop::admitMirror(Op* op, Communicator::Pair& pair) {
+  Communicator& communicator = *op->communicator;
+  const OpDescriptor& d = op->descriptor;
+  op->waiting &= ~Op::kForLink;  // the send does
+  communicator.mirrors.push_back(op);
+  if (communicator.failed || broken_) {
+    failOp(op);
+    return;
+  }
+  const PairWindow::Entry* entry = pair.sends.find(d.pairSequence);
+  Op* send = entry ? entry->op : nullptr;
+  const bool fits = send && !send->partner && send->descriptor.bytes == d.bytes &&
+                    send->descriptor.launchSlot == d.launchSlot &&
+                    send->descriptor.launchSequence == d.launchSequence;
+  if (!fits) {
+    failCommunicator(
+        communicator, Code::Internal,
+        fmt::format("there is no send of {} bytes to {} whose block this rank could "
+                    "copy ({})",
+                    d.bytes, describePeer(communicator, d.peer), describeSequence(d.pairSequence)));
+    return;
+  }
+  op->link = send->link;
+  op->partner = send;
+  send->partner = op;
+  send->waiting |= Op::kForMirror;
+  mapBuffer(op);
+}
+
+/// Has the operation's buffer mapped here; false if that failed the communicator, and with it the
+/// operation.
+bool MoverLoop::mapBuffer(Op* op) {
+  const BufferRef& buffer = op->descriptor.buffer;
   bool fresh = false;
-  op->import = imports_.acquire(descriptor.buffer, &fresh);
+  op->import = imports_.acquire(buffer, &fresh);
   if (fresh) {
     unmapImports();
     ControlRequest import;
     import.kind = ControlRequest::Kind::Import;
-    import.buffer = descriptor.buffer;
+    import.buffer = buffer;
     request(std::move(import));
   }
   if (op->import->state == Import::State::Failed) {
-    failCommunicator(communicator, Code::Cuda, op->import->status.message());
-    return;
+    failCommunicator(*op->communicator, Code::Cuda, op->import->status.message());
+    return false;
   }
   if (op->import->state == Import::State::Ready) {
-    op->address = op->import->address + descriptor.buffer.offset;
+    op->address = op->import->address + buffer.offset;
     op->waiting &= ~Op::kForImport;
   } else {
     op->next = std::exchange(op->import->waiters, op);
   }
-  if (op->link->up()) op->waiting &= ~Op::kForLink;
-  if (entry->peerReady) match(op, *entry);
+  return true;
 }
 
 /// Both sides of a send are known: they must be of one size.
@@ -390,6 +434,10 @@ void MoverLoop::arrived(Op* op, Op::Waiting what) {
 void MoverLoop::activate(Op* op) {
   if (op->send()) {
     op->link->startSend(op);
+    return;
+  }
+  if (op->mirror()) {
+    arrived(op->partner, Op::kForMirror);
     return;
   }
   Message message{};
@@ -434,8 +482,13 @@ void MoverLoop::failOp(Op* op) {
 
 void MoverLoop::finishOp(Op* op) {
   Communicator& communicator = *op->communicator;
-  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op->descriptor.peer)];
-  (op->send() ? pair.sends : pair.receives).finish(op->descriptor.pairSequence);
+  if (op->partner) op->partner->partner = nullptr;
+  if (op->mirror()) {
+    std::erase(communicator.mirrors, op);
+  } else {
+    Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op->descriptor.peer)];
+    (op->send() ? pair.sends : pair.receives).finish(op->descriptor.pairSequence);
+  }
   finishOutOfSequence(op);
 }
 

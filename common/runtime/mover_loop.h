@@ -29,6 +29,10 @@ struct Communicator {
   };
   CommunicatorInfo info;
   std::vector<Pair> pairs;  ///< by rank
+  /// Mirrors that are not over. They have no counterpart at a peer, so they take no number of any
+  /// pair and are in no window: the count of the rank's operations with itself goes on as if there
+  /// were none.
+  std::vector<Op*> mirrors;
   CommunicatorRecord* record = nullptr;
   std::uint32_t pending = 0;  ///< operations
   std::uint32_t closesAsked = 0;
@@ -75,6 +79,8 @@ class MoverLoop final : public LinkOwner {
   void onDescriptor(const OpDescriptor& descriptor);
   Launch* launchOf(const OpDescriptor& descriptor);
   void admit(const OpDescriptor& descriptor, Communicator& communicator, Launch& launch);
+  void admitMirror(Op* op, Communicator::Pair& pair);
+  bool mapBuffer(Op* op);
   void arrived(Op* op, Op::Waiting what);
   void activate(Op* op);
   void match(Op* op, const PairWindow::Entry& entry);

@@ -45,11 +45,11 @@ void MoverLoop::takeLeave() {
       }
     }
   }
-  // A dead link goes when no copy touches its memory any more.
+  // A dead link goes when no copy touches its memory any more, and none is still to be made.
   leaving_ = abandoned_ = false;
   for (auto position = links_.begin(); position != links_.end();) {
     Link& link = *position->second;
-    if (!link.abandoned() || link.copying() || link.holdsEarly()) {
+    if (!link.abandoned() || link.needed()) {
       abandoned_ = abandoned_ || link.abandoned();
       leaving_ = leaving_ || (link.abandoned() && !link.holdsEarly());
       ++position;
@@ -273,6 +273,7 @@ void MoverLoop::failCommunicator(Communicator& communicator, Code code, const st
     pair.sends.forEach(collect);
     pair.receives.forEach(collect);
   }
+  all.insert(all.end(), communicator.mirrors.begin(), communicator.mirrors.end());
   for (Op* op : all) failOp(op);
   for (auto& [peer, link] : links_) link->dropEarly(communicator.info.id);
 }
@@ -343,34 +344,42 @@ void MoverLoop::unmapImports() {
 /// The operations that hold an import, for somebody who waits until it can go.
 std::string MoverLoop::describeUsers(const Import* import) const {
   const Op* first = nullptr;
-  auto look = [&](const PairWindow::Entry& entry) {
-    if (!first && entry.op && entry.op->import == import) first = entry.op;
+  auto lookAt = [&](const Op* op) {
+    if (!first && op && op->import == import) first = op;
   };
+  auto look = [&](const PairWindow::Entry& entry) { lookAt(entry.op); };
   for (const auto& communicator : communicators_) {
     if (!communicator) continue;
     for (Communicator::Pair& pair : communicator->pairs) {
       pair.sends.forEach(look);
       pair.receives.forEach(look);
     }
+    for (const Op* mirror : communicator->mirrors) lookAt(mirror);
   }
   if (!first) return fmt::format("{} operations", import->users);
+  // A mirror that could go on waits for what its send waits for.
+  const bool follows = first->mirror() && first->waiting == 0 && first->partner;
+  const Op& op = follows ? *first->partner : *first;
   const char* why = "its bytes are on the way";
-  if (first->waiting & Op::kForStart) {
+  if (op.waiting & Op::kForStart) {
     why = "its stream has not reached it";
-  } else if (first->waiting & Op::kForLink) {
+  } else if (op.waiting & Op::kForLink) {
     why = "the connection to the peer's mover does not stand yet";
-  } else if (first->waiting & Op::kForImport) {
+  } else if (op.waiting & Op::kForImport) {
     why = "its buffer is just being mapped";
-  } else if (first->send() && !first->matched) {
+  } else if (op.waiting & Op::kForMirror) {
+    why = "where the rank's own block goes is just being mapped";
+  } else if (op.send() && !op.matched) {
     why = "the peer has not called its receive";
-  } else if (!first->send() && first->announced == 0) {
+  } else if (op.descriptor.kind == OpKind::Recv && op.announced == 0) {
     why = "the peer has sent nothing";
   }
   const OpDescriptor& d = first->descriptor;
+  const char* what = first->send() ? "send" : first->mirror() ? "copy of a send" : "receive";
   return fmt::format("{} operation{}, the first a {} of {} bytes {} {}: {}", import->users,
-                     import->users == 1 ? "" : "s", first->send() ? "send" : "receive", d.bytes,
-                     first->send() ? "to" : "from", describePeer(*first->communicator, d.peer),
-                     why);
+                     import->users == 1 ? "" : "s", what, d.bytes,
+                     d.kind == OpKind::Recv ? "from" : "to",
+                     describePeer(*first->communicator, d.peer), why);
 }
 
 }  // namespace hoccl

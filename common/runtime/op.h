@@ -13,13 +13,14 @@ struct Communicator;
 struct Import;
 class Link;
 
-/// One steered send or receive inside the mover, from its descriptor to its end.
+/// One steered send, receive or mirror inside the mover, from its descriptor to its end.
 struct Op {
   /// What has to come before bytes may move.
   enum Waiting : std::uint32_t {
     kForStart = 1,   ///< the user's streams have reached the operation
     kForImport = 2,  ///< the buffer is mapped here
     kForLink = 4,    ///< the connection to the peer stands
+    kForMirror = 8,  ///< a send: its mirror's buffer is mapped here, too
   };
 
   OpDescriptor descriptor{};
@@ -35,9 +36,11 @@ struct Op {
   std::uint64_t chunkBytes = 0;  ///< a send: how it is cut
   bool matched = false;  ///< a send: the receiver has said Ready; before that only eager chunks go
   bool failed = false;
+  Op* partner = nullptr;  ///< a send: its mirror; a mirror: its send; while neither is over
   Op* next = nullptr;  ///< in the one list it is on: free, or waiting for an import
 
   [[nodiscard]] bool send() const { return descriptor.kind == OpKind::Send; }
+  [[nodiscard]] bool mirror() const { return descriptor.kind == OpKind::Mirror; }
 };
 
 /// Recycles operations; allocates in slabs, and only when more are pending than ever before.

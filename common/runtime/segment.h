@@ -16,7 +16,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 5;
+inline constexpr std::uint32_t kSegmentVersion = 6;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -46,6 +46,9 @@ enum class OpKind : std::uint32_t {
   Close = 5,        ///< acknowledge when no operation of the communicator is left
   Drop = 6,         ///< unmap buffer.allocationId once no operation uses it; answered in a DropSlot
   DropIdle = 7,     ///< unmap every import that no operation uses; answered in a DropSlot
+  /// This rank's own block of a collective that sends it to others as well: a copy of what the send with
+  /// the same peer and pairSequence carries, which stands before it in the same launch.
+  Mirror = 8,
 };
 
 enum class BufferKind : std::uint32_t {

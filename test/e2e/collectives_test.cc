@@ -85,6 +85,25 @@ TEST_P(CollectivesOf, GroupsOfAllKindsWithReductionsOnStreamsAndCommunicators) {
   }
 }
 
+/// The bytes that all movers copy, in blocks: one that goes to several ranks is copied out for each
+/// of the others, and for the own rank not once more.
+TEST_P(CollectivesOf, CopyOutAndInWhatTheyConsistOf) {
+  Job job("collectivesCopies", GetParam());
+  job.finish(60);
+  const int n = GetParam();
+  const auto copies = [](int out, int in) {
+    return std::to_string(out) + " " + std::to_string(in);
+  };
+  for (int rank = 0; rank < n; ++rank) {
+    EXPECT_EQ(job.said(rank, "AllGather"), copies(n * (n - 1), n * n));
+    EXPECT_EQ(job.said(rank, "AlltoAll"), copies(n * n, n * n));
+    EXPECT_EQ(job.said(rank, "Gather"), copies(n, n));
+    EXPECT_EQ(job.said(rank, "Scatter"), copies(n, n));
+    EXPECT_EQ(job.said(rank, "Broadcast"), copies(n - 1, n));
+    EXPECT_EQ(job.said(rank, "Bcast"), copies(n - 1, n - 1));
+  }
+}
+
 TEST(Collectives, RepeatedOnTheSameBuffersWithoutWaitingInBetween) {
   for (const int ranks : {2, 3}) {
     Job job("collectivesRepeated", ranks);
@@ -237,7 +256,8 @@ long availableGib() {
 
 TEST(LargeTransfers, BeyondFourGiB) {
   // Two buffers whose every byte is touched, and the staging.
-  if (availableGib() < 11) GTEST_SKIP() << "needs 11 GiB of memory, " << availableGib() << " are free";
+  if (availableGib() < 11)
+    GTEST_SKIP() << "needs 11 GiB of memory, " << availableGib() << " are free";
   Job job("beyond4GiB", 2);
   job.env("EMUCUDA_DILATION", "1")
       .env("HOCCL_SLOTS", "4")

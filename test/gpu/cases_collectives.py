@@ -305,7 +305,8 @@ def streams_and_groups(rank):
 
 class _Window:
     """The collectives in which PyTorch itself launches nothing, with the bytes that each mover has
-    to copy out and in; a rank's own block passes its mover, too."""
+    to copy out and in; a rank's own block passes its mover, too, in an all-gather out of the
+    slots from which the other rank gets it."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -335,7 +336,7 @@ class _Window:
         dist.all_to_all_single(self.exchanged.bytes, self.into.bytes)
         dist.all_to_all_single(self.skew_out.bytes, self.skew_in.bytes, self.take, self.give)
         dist.broadcast(self.shared.bytes, 0)
-        sent = 5 * WINDOW_BLOCK + sum(self.give)
+        sent = 4 * WINDOW_BLOCK + sum(self.give)
         received = 5 * WINDOW_BLOCK + sum(self.take)
         if self.rank.rank == 0:
             return sent + WINDOW_BLOCK, received

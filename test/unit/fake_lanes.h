@@ -90,6 +90,11 @@ class CopyEngines {
     held_.store(held);
     work_.release();
   }
+  /// Copies into the device alone.
+  void holdIn(bool held) {
+    inHeld_.store(held);
+    work_.release();
+  }
   /// Jobs to let through although held.
   void letThrough(std::uint64_t jobs) {
     tickets_.fetch_add(jobs);
@@ -140,6 +145,7 @@ class CopyEngines {
     for (std::size_t i = 0; i < queues_.size(); ++i) {
       Queue& queue = *queues_[(first + i) % queues_.size()];
       LaneJob job;
+      if (queue.direction == LaneDirection::ToDevice && inHeld_.load()) continue;
       if (!queue.jobs.tryPop(&job)) continue;
       if (held_.load()) tickets_.fetch_sub(1);
       if (const std::uint32_t jitter = jitterUs.load()) {
@@ -160,7 +166,7 @@ class CopyEngines {
   Rng rng_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::counting_semaphore<> work_{0};
-  std::atomic<bool> stop_{false}, held_{false};
+  std::atomic<bool> stop_{false}, held_{false}, inHeld_{false};
   std::atomic<std::uint64_t> tickets_{0};
   std::thread thread_;
 };

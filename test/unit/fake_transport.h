@@ -123,10 +123,10 @@ struct FakeWire {
   void makeSlots(std::vector<Slot>* out, Staging*) {
     for (std::uint32_t i = 0; i < settings.slots; ++i) {
       memory_.push_back(std::make_unique<std::byte[]>(settings.slotBytes));
-      flags_.push_back(std::make_unique<Flag[]>(2));
-      flags_.back()[0].value.store(0);
-      flags_.back()[1].value.store(0);
-      out->push_back({memory_.back().get(), &flags_.back()[0], &flags_.back()[1]});
+      flags_.push_back(std::make_unique<Flag[]>(3));
+      for (int flag = 0; flag < 3; ++flag) flags_.back()[flag].value.store(0);
+      Flag* flags = flags_.back().get();
+      out->push_back({memory_.back().get(), &flags[0], &flags[1], &flags[2]});
     }
   }
   std::vector<std::unique_ptr<std::byte[]>> memory_;

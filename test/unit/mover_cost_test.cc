@@ -87,15 +87,17 @@ TEST(MoverLoop, TheLoopAllocatesNothingOnceItIsWarm) {
   options.launchSlots = 8;
   Two two(options);
   constexpr int kBuffers = 4;
-  std::vector<std::unique_ptr<DeviceBuffer>> from, to;
-  std::vector<BufferRef> fromRefs, toRefs;
+  std::vector<std::unique_ptr<DeviceBuffer>> from, to, own;
+  std::vector<BufferRef> fromRefs, toRefs, ownRefs;
   const std::uint64_t sizes[kBuffers] = {65'536, 70'001, 300'003, 1'000'001};
   for (std::uint64_t bytes : sizes) {
     from.push_back(std::make_unique<DeviceBuffer>(bytes));
     to.push_back(std::make_unique<DeviceBuffer>(bytes));
+    own.push_back(std::make_unique<DeviceBuffer>(bytes));
     from.back()->fill(bytes);
     fromRefs.push_back(refTo(*from.back(), freshAllocation()));
     toRefs.push_back(refTo(*to.back(), freshAllocation()));
+    ownRefs.push_back(refTo(*own.back(), freshAllocation()));
   }
   std::uint64_t sequence = 0;
   auto transfers = [&](int count) {
@@ -104,6 +106,7 @@ TEST(MoverLoop, TheLoopAllocatesNothingOnceItIsWarm) {
       for (int k = 0; k < kBuffers; ++k) {
         const auto at = static_cast<std::size_t>(k);
         sends.push_back({OpKind::Send, 0, 1, sizes[k], sequence, fromRefs[at]});
+        sends.push_back({OpKind::Mirror, 0, 1, sizes[k], sequence, ownRefs[at]});
         receives.push_back({OpKind::Recv, 0, 0, sizes[k], sequence, toRefs[at]});
         ++sequence;
       }
@@ -122,7 +125,10 @@ TEST(MoverLoop, TheLoopAllocatesNothingOnceItIsWarm) {
   transfers(20);
   EXPECT_EQ(two.a->allocations - beforeA, 0u) << "in " << 20 * (kBuffers + 1) << " sends";
   EXPECT_EQ(two.b->allocations - beforeB, 0u) << "in " << 20 * (kBuffers + 1) << " receives";
-  for (std::size_t k = 0; k < kBuffers; ++k) EXPECT_EQ(to[k]->check(sizes[k]), "");
+  for (std::size_t k = 0; k < kBuffers; ++k) {
+    EXPECT_EQ(to[k]->check(sizes[k]), "");
+    EXPECT_EQ(own[k]->check(sizes[k]), "");
+  }
 }
 
 TEST(MoverLoop, Rule8ImportsAreReusedAndBounded) {

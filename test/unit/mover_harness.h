@@ -312,6 +312,13 @@ inline TestMover::OpSpec receiveFrom(std::int32_t peer, std::uint64_t sequence,
           buffer.bytes(), sequence,     refTo(buffer, freshAllocation())};
 }
 
+/// The own block, which the send of the same launch with that number takes to `peer`.
+inline TestMover::OpSpec mirrorOf(std::int32_t peer, std::uint64_t sequence, DeviceBuffer& buffer,
+                                  std::uint32_t communicator = 0) {
+  return {OpKind::Mirror, communicator, peer,
+          buffer.bytes(), sequence,     refTo(buffer, freshAllocation())};
+}
+
 inline bool contains(const std::string& text, const std::string& words) {
   return text.find(words) != std::string::npos;
 }

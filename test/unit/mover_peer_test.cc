@@ -119,6 +119,35 @@ TEST(MoverLoop, AReceivePostedAfterTheSendersEndTakesWhatLiesInTheSlots) {
   EXPECT_EQ(s.mover.code(0), Code::Remote);
 }
 
+TEST(MoverLoop, WhatADeadPeerSentWaitsForRoomInTheLane) {
+  // The lane is full of another link's copies when the dead peer is taken leave of.
+  TestMover::Options options;
+  options.laneDepth = 1;
+  Scripted s(options);
+  TestMover other;
+  const std::vector<PeerRecord> peers{s.mover.place("hostA", 111), other.place("hostC", 333)};
+  ASSERT_TRUE(s.mover.addCommunicator(1, kId + 1, 0, peers));
+  ASSERT_TRUE(other.addCommunicator(1, kId + 1, 1, peers));
+  DeviceBuffer from(70'001), busy(70'001), to(70'001);
+  from.fill(1);
+  s.mover.engines.hold(true);
+  const Ticket before = s.mover.launch({receiveFrom(1, 0, busy, 1)});
+  const Ticket send = other.launch({sendTo(0, 0, from, 1)});
+  ASSERT_TRUE(waitUntil([&] { return s.mover.engines.submitted == 1; }));
+  const Ticket receive = s.mover.launch({receiveFrom(1, 0, to)});
+  ASSERT_TRUE(s.peer.accept());
+  const Message chunk = ScriptedPeer::chunk(kId, 1, 0, 0, 0, 70'001, 0, 70'001);
+  ASSERT_TRUE(s.peer.send(chunk));
+  s.peer.deliver(chunk, 4);
+  s.peer.die();
+  EXPECT_FALSE(s.mover.waitFor(receive, 250)) << "longer than a dead peer is given";
+  s.mover.engines.hold(false);
+  ASSERT_TRUE(s.mover.waitFor(before) && other.waitFor(send));
+  ASSERT_TRUE(s.mover.waitFor(receive, 5'000)) << "its link went, and the chunk with it";
+  EXPECT_EQ(to.check(4), "");
+  EXPECT_EQ(s.mover.errorText(0), "");
+}
+
 /// A mover whose peer has died and left an early chunk that nobody has asked for.
 struct LeftBehind : Scripted {
   LeftBehind() {

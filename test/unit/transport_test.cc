@@ -411,7 +411,9 @@ TEST_P(TransportTest, SlotsLieApartInsideTheStaging) {
     for (const auto* slots : {&staging.out, &staging.in}) {
       for (const Slot& slot : *slots) {
         ranges.emplace_back(slot.data, slot.data + staging.slotBytes);
-        for (Flag* flag : {slot.ready, slot.credit}) {
+        std::vector<Flag*> flags{slot.ready, slot.credit};
+        if (slots == &staging.out) flags.push_back(slot.mirrored);
+        for (Flag* flag : flags) {
           ranges.emplace_back(reinterpret_cast<std::byte*>(flag),
                               reinterpret_cast<std::byte*>(flag + 1));
           EXPECT_EQ(flag->value.load(), 0u);

@@ -16,6 +16,7 @@ constexpr std::size_t roundUp(std::size_t value, std::size_t to) { return (value
 struct SlotFlags {
   Flag ready;
   Flag credit;
+  Flag mirrored;
 };
 
 std::size_t flagBytes(const StagingGeometry& geometry) {
@@ -48,7 +49,8 @@ LoopbackConnection::LoopbackConnection(const PeerId& self, const StagingGeometry
   for (std::uint32_t i = 0; i < geometry.slots; ++i) {
     staging_.out.push_back({.data = slots + i * roundUp(geometry.slotBytes, kPage),
                             .ready = &flags[i].ready,
-                            .credit = &flags[i].credit});
+                            .credit = &flags[i].credit,
+                            .mirrored = &flags[i].mirrored});
   }
   staging_.in = staging_.out;
 }

@@ -16,6 +16,7 @@ constexpr std::size_t roundUp(std::size_t value, std::size_t to) { return (value
 struct SlotFlags {
   Flag ready;
   Flag credit;
+  Flag mirrored;  ///< the sending side's alone
 };
 
 }  // namespace
@@ -53,7 +54,8 @@ ShmConnection::ShmConnection(SharedMemory region, UniqueFd socket, const Staging
     const std::size_t position = direction * geometry.slots + index;
     return Slot{.data = slots + position * roundUp(geometry.slotBytes, kPage),
                 .ready = &flags[position].ready,
-                .credit = &flags[position].credit};
+                .credit = &flags[position].credit,
+                .mirrored = &flags[position].mirrored};
   };
   for (std::uint32_t i = 0; i < geometry.slots; ++i) {
     staging_.out.push_back(slotAt(outDirection, i));

@@ -51,15 +51,17 @@ const DriverApi& cuda() {
 
 void useDevice() { REQUIRE_CU(cuda().ctxSetCurrent(cuda().context)); }
 
+HocclEmuCounters counters() {
+  HocclEmuCounters now{};
+  if (!cuda().sessionCounters) return now;  // a real driver counts nothing
+  REQUIRE_CU(cuda().sessionCounters(0, &now));
+  return now;
+}
+
 namespace {
 std::optional<std::uint64_t> smOpsBefore;
 
-std::uint64_t allSmOps() {
-  HocclEmuCounters counters{};
-  if (!cuda().sessionCounters) return 0;  // a real driver counts none
-  REQUIRE_CU(cuda().sessionCounters(0, &counters));
-  return counters.smOps;
-}
+std::uint64_t allSmOps() { return counters().smOps; }
 }  // namespace
 
 std::uint64_t smOps() {

@@ -57,6 +57,8 @@ const DriverApi& cuda();
 /// Device 0's primary context becomes current in this thread, too.
 void useDevice();
 
+/// What the emulated driver has counted on device 0, in all processes of the job.
+HocclEmuCounters counters();
 /// SM operations of all ranks since the first call of markSmOps: after a communicator is made, since
 /// each process runs HOCCL's wait kernel once before that.
 std::uint64_t smOps();

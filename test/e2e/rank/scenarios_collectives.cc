@@ -69,6 +69,39 @@ void collectives(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// What all ranks' movers copy for one call out of place of each kind, in blocks, out and in.
+void collectivesCopies(const Rank& rank) {
+  constexpr std::size_t kBlock = 300007;
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  std::uint64_t round = 0;
+  for (const Kind kind : kAllKinds) {
+    const Shape shape{.kind = kind, .block = kBlock, .root = 1};
+    Trial trial(shape, rank.rank, rank.ranks);
+    trial.prepare(++round, stream);
+    awaitStream(stream, trial.what());
+    const std::string name = nameOf(kind);
+    rank.barrier(name);
+    const HocclEmuCounters before = counters();
+    rank.barrier(name + "-begins");
+    REQUIRE_NCCL(trial.call(comm, stream));
+    awaitStream(stream, trial.what());
+    rank.barrier(name + "-over");
+    const HocclEmuCounters after = counters();
+    rank.barrier(name + "-counted");
+    trial.after(stream);
+    awaitStream(stream, trial.what());
+    trial.check();
+    const auto blocks = [](std::uint64_t from, std::uint64_t to) {
+      REQUIRE((to - from) % kBlock == 0, "{} bytes are no number of blocks", to - from);
+      return std::to_string((to - from) / kBlock);
+    };
+    say(name,
+        blocks(before.bytesD2H, after.bytesD2H) + " " + blocks(before.bytesH2D, after.bytesH2D));
+  }
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 /// The forms with a configuration.
 void collectivesConfig(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
@@ -368,6 +401,7 @@ void freesBesideGroups(const Rank& rank) {
 const std::vector<Scenario> kCollectiveScenarios = {
     {"collectives", collectives},
     {"collectivesConfig", collectivesConfig},
+    {"collectivesCopies", collectivesCopies},
     {"collectivesRepeated", collectivesRepeated},
     {"collectivesGrouped", collectivesGrouped},
     {"collectivesCaptured", collectivesCaptured},
