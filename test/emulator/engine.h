@@ -153,6 +153,10 @@ class Scheduler {
     dropBarrier(barrier);
   }
 
+  std::string pending() {
+    std::lock_guard lock(mutex_);
+    return describePending();
+  }
   /// For state that the scheduler's lock guards (captures).
   std::mutex& lock() { return mutex_; }
 
@@ -200,6 +204,7 @@ class Scheduler {
   void wait(const Targets& targets, const char* what);
   template <typename Done>
   void waitFor(const char* what, Done&& done);
+  /// With the lock held.
   std::string describePending();
 
   std::shared_mutex gate_;

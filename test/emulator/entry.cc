@@ -1,11 +1,13 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <string>
 
 #include "test/emulator/context.h"
+#include "test/emulator/engine.h"
 #include "test/emulator/hoccl_emu.h"
 #include "test/emulator/session.h"
 #include "test/emulator/settings.h"
@@ -167,6 +169,16 @@ double hocclEmuDilation(void) { return settings().dilation; }
 
 uint64_t hocclEmuNow(void) {
   return static_cast<uint64_t>(static_cast<double>(realNow()) / settings().dilation);
+}
+
+size_t hocclEmuDescribePending(char* out, size_t capacity) {
+  const std::string text = Scheduler::get().pending();
+  if (capacity > 0) {
+    const std::size_t length = std::min(text.size(), capacity - 1);
+    std::memcpy(out, text.data(), length);
+    out[length] = 0;
+  }
+  return text.size();
 }
 
 }  // extern "C"

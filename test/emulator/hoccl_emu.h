@@ -6,6 +6,7 @@
 /// the dilation.
 
 #include <cuda.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -58,6 +59,11 @@ void* hocclEmuHostView(CUdeviceptr pointer);
 double hocclEmuDilation(void);
 /// Model nanoseconds since an arbitrary start, the same for all processes with the same dilation.
 uint64_t hocclEmuNow(void);
+
+/// What each stream of this process that holds work has at its head and why it does not begin, for
+/// a person who looks at a hang: at most `capacity` bytes with the end of the text; returns its
+/// length.
+size_t hocclEmuDescribePending(char* out, size_t capacity);
 
 #ifdef __cplusplus
 }

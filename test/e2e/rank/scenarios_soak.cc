@@ -84,7 +84,7 @@ Soak::Soak(const Rank& rank)
     : rank_(rank),
       operations_(std::stoull(rank.argument("operations", "1000"))),
       plan_(std::stoull(rank.argument("seed", "1")), std::stoi(rank.argument("nodes", "2"))),
-      patienceMs_(std::stoi(rank.argument("patienceMs", "30000"))),
+      patienceMs_(std::stoi(rank.argument("patienceMs", "60000"))),
       plant_(std::stol(rank.argument("plant", "-1"))),
       plantInGuard_(rank.argument("plantIn", "payload") == "guard"),
       traced_(rank.argument("trace", "0") == "1"),

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -26,6 +27,13 @@ Function* driverFunction(const char* name) {
   auto* found = reinterpret_cast<Function*>(::dlsym(library, name));
   REQUIRE(found, "libcuda.so.1 lacks {}", name);
   return found;
+}
+
+/// Null with a real driver.
+template <typename Function>
+Function* emulatorFunction(const char* name) {
+  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return library ? reinterpret_cast<Function*>(::dlsym(library, name)) : nullptr;
 }
 
 /// A function as the loader finds it first.
@@ -209,6 +217,13 @@ std::string Checks::pending() const {
   std::string list;
   for (const Check& check : pending_) {
     if (!passed(check.fetched)) list += "; " + check.what;
+  }
+  using Describe = decltype(::hocclEmuDescribePending);
+  constexpr std::size_t kLongest = 4096;
+  if (auto* describe = emulatorFunction<Describe>("hocclEmuDescribePending")) {
+    std::string streams(kLongest, '\0');
+    streams.resize(std::min(describe(streams.data(), streams.size()), kLongest - 1));
+    list += "; at the heads of streams: " + streams;
   }
   return list;
 }
