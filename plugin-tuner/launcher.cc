@@ -116,7 +116,6 @@ Status Launcher::copyIn(const StreamLaunch& launch) {
 }
 
 Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext current) {
-  // Stream 0 and the per-thread stream mean those of the communicator's context.
   std::optional<ContextGuard> guard;
   if (launch.context != current) guard.emplace(driver_, launch.context);
   if (start && !blocks_.empty()) HOCCL_RETURN_IF_ERROR(copyOut(launch));
@@ -150,6 +149,7 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
   }
   if (!wait) return {};
   if (kind != WaitKind::MemoryOp) {
+    if (!guard) guard.emplace(driver_, launch.context);
     HOCCL_RETURN_IF_ERROR(launch.waits->enqueue(kind, launch.stream, finish, launch.slot.sequence));
   }
   return blocks_.empty() ? Status() : copyIn(launch);

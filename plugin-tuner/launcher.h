@@ -55,7 +55,7 @@ class Launcher {
   [[nodiscard]] bool aborted() const;
 
   /// Starts, hands the operations to their movers, and waits. `current` is the
-  /// context the caller has made current, if it knows.
+  /// context the caller has made current, or whose streams name it themselves.
   Status launch(CUcontext current = nullptr);
   /// The same in two halves.
   Status start();

@@ -15,7 +15,8 @@
 
 namespace hoccl {
 
-SteeredCall::SteeredCall(ncclComm_t handle, cudaStream_t stream) : stream_(stream) {
+SteeredCall::SteeredCall(ncclComm_t handle, cudaStream_t stream)
+    : stream_(stream), open_(openGroup()) {
   if (!insideReal()) comm_ = ProcessCore::get().comms().find(handle);
 }
 
@@ -26,7 +27,7 @@ bool SteeredCall::answer(const Status& status) {
 
 /// Where the call goes. Depends only on what all ranks concerned see alike, and on capture, which
 /// NCCL makes a property of all ranks.
-Path SteeredCall::choose(Pairs pairs) const {
+Path SteeredCall::choose(Pairs pairs) {
   if (bytes_ < ProcessCore::get().config().minBytes) return Path::NcclSmall;
   const auto rank = static_cast<std::size_t>(pairs.rank);
   const bool known =
@@ -42,7 +43,11 @@ Path SteeredCall::choose(Pairs pairs) const {
     if (!comm_->steering()) return Path::NcclUnsteered;
   }
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-  const CUresult asked = driver_->cuStreamIsCapturing(stream_, &capture);
+  CUresult asked = driver_->cuStreamIsCapturing(stream_, &capture);
+  if (asked == CUDA_ERROR_INVALID_CONTEXT && !context_) {  // the thread has none at all
+    context_.emplace(driver_, comm_->context);
+    asked = driver_->cuStreamIsCapturing(stream_, &capture);
+  }
   // The legacy stream cannot be asked while another stream is captured; that, too, is a capture.
   // Any other error is this rank's alone, and the launch will report it: passing the call to NCCL
   // would leave the others waiting on the other path.
@@ -66,9 +71,8 @@ bool SteeredCall::strictRefuses(Path path, Pairs pairs) const {
 
 bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std::size_t count) {
   if (insideReal()) return false;
-  OpenGroup& open = openGroup();
   if (!comm_) {
-    open.real = true;
+    open_.real = true;
     return false;
   }
   if (comm_->settingUp.load(std::memory_order_acquire)) {
@@ -82,8 +86,9 @@ bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std:
   if (comm_->steering()) {
     comm_->mover->prefetchLaunch();
     (void)Driver::load(&driver_);
-    // A thread may call without a current context, or with another device's.
-    context_.emplace(driver_, comm_->context);
+    // A thread may call without a current context, or with another device's. That matters to the
+    // streams that mean one of the current context.
+    if (!namesItsContext(stream_)) context_.emplace(driver_, comm_->context);
   }
   const Path path = element == 0 ? Path::NcclPair : choose(pairs);
   if (path != Path::Staged) {
@@ -100,7 +105,7 @@ bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std:
       return answer(unsteered);
     }
     comm_->count(path, bytes_);
-    open.real = true;
+    open_.real = true;
     return false;
   }
   if (Status status = comm_->health(); !status) {
@@ -117,13 +122,14 @@ SteeredCall::~SteeredCall() {
 }
 
 Status SteeredCall::stage(const void* buffer, std::uint64_t bytes, Buffer* out) {
+  if (!context_) context_.emplace(driver_, comm_->context);
   const ForeignMemory memory = foreignMemory(driver_, buffer);
   if (!memory.known) {
     return Status::error(Code::InvalidArgument,
                          fmt::format("the buffer at {} is {}", buffer, memory.name));
   }
   StagingPool& pool = comm_->mover->staging();
-  const bool first = !staged_ && !openGroup().launcher.holdsBlocks();
+  const bool first = !staged_ && !open_.launcher.holdsBlocks();
   HOCCL_RETURN_IF_ERROR(pool.take(
       bytes, first, [this] { return comm_->ended.load(); }, &out->block));
   *std::find(taken_.begin(), taken_.end(), nullptr) = out->block;
@@ -147,14 +153,14 @@ bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, Buffer* out) 
   bool stages = core.appCopiesOnly();
   if (!stages) {
     ExportedBuffer exported;
-    status = exportBuffer(driver_, buffer, bytes, &exported);
+    status = exportBuffer(driver_, comm_->context, buffer, bytes, &exported);
     if (status) {
       out->ref.kind = BufferKind::Device;
       out->ref.allocationId = exported.allocationId;
       out->ref.allocationBase = exported.base;
       out->ref.allocationBytes = exported.allocationBytes;
       out->ref.offset = exported.offset;
-      std::memcpy(out->ref.ipcHandle, &exported.handle, sizeof out->ref.ipcHandle);
+      std::memcpy(out->ref.ipcHandle, exported.handle, sizeof out->ref.ipcHandle);
       return true;
     }
     stages = status.code() == Code::Unsupported && core.config().appCopies != "never";
@@ -174,7 +180,7 @@ void SteeredCall::noteBlock(OpKind kind, Buffer* buffer) {
   if (std::exchange(buffer->noted, true)) return;
   std::replace(taken_.begin(), taken_.end(), buffer->block,
                static_cast<StagingPool::Block*>(nullptr));
-  Launcher& launcher = openGroup().launcher;
+  Launcher& launcher = open_.launcher;
   launcher.add(comm_, stream_, buffer->block);
   if (kind != OpKind::Send) return;
   launcher.add(comm_, stream_,
@@ -183,7 +189,7 @@ void SteeredCall::noteBlock(OpKind kind, Buffer* buffer) {
 
 void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer,
                       bool collective) {
-  PendingOp& op = openGroup().launcher.add();
+  PendingOp& op = open_.launcher.add();
   op.comm = comm_;
   op.stream = stream_;
   OpDescriptor& d = op.descriptor;
@@ -208,7 +214,7 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   if (!buffer->block) return;
   noteBlock(kind, buffer);
   if (kind != OpKind::Send) {
-    openGroup().launcher.add(
+    open_.launcher.add(
         comm_, stream_,
         AppCopy{buffer->block, buffer->address + offset, offset, bytes_, false, buffer->host});
   }
@@ -216,12 +222,11 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
 
 ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {
   comm_->count(staged_ ? Path::AppCopies : Path::Staged, movedBytes);
-  OpenGroup& open = openGroup();
-  if (open.depth > 0) return ncclSuccess;
-  if (Status status = open.launcher.launch(comm_->context); !status) {
+  if (open_.depth > 0) return ncclSuccess;
+  if (Status status = open_.launcher.launch(comm_->context); !status) {
     result_ = refuse(*comm_, launchFailed(status));
   }
-  open.launcher.clear();
+  open_.launcher.clear();
   // Aborted by another thread while this one waited for room.
   if (result_ == ncclSuccess && comm_->ended) result_ = refuse(*comm_, abortedStatus());
   return result_;

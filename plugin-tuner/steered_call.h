@@ -57,7 +57,7 @@ class SteeredCall {
   ncclResult_t launch(std::uint64_t movedBytes);
 
  private:
-  Path choose(Pairs pairs) const;
+  Path choose(Pairs pairs);
   bool answer(const Status& status);
   Status stage(const void* buffer, std::uint64_t bytes, Buffer* out);
   void noteBlock(OpKind kind, Buffer* buffer);
@@ -65,6 +65,7 @@ class SteeredCall {
 
   SteeredComm* comm_ = nullptr;
   cudaStream_t stream_;
+  OpenGroup& open_;  ///< this thread's
   std::uint64_t bytes_ = 0;
   ncclResult_t result_ = ncclSuccess;
   const Driver* driver_ = nullptr;

@@ -5,8 +5,7 @@
 namespace hoccl {
 
 // A store-load fence in two unequal halves, for two processes of which one passes it often and the
-// other hardly ever: membarrier(2), MEMBARRIER_CMD_GLOBAL_EXPEDITED. A full fence on the often-passed
-// side would wait until every store before it, a doorbell write to the GPU among them, is done.
+// other hardly ever: membarrier(2), MEMBARRIER_CMD_GLOBAL_EXPEDITED.
 
 /// Makes light fences of this process' threads pair with heavy ones of any process. False: the
 /// kernel cannot (before Linux 4.16, or the call is filtered); then both sides need full fences.

@@ -33,8 +33,9 @@ Status notExportable(const Driver* driver, const void* pointer) {
 }
 
 /// Looks an allocation up that this thread has not seen, or whose place another one has taken.
-Status exportAllocation(const Driver* driver, CUdeviceptr address, std::uint64_t id,
-                        CachedExport* out) {
+Status exportAllocation(const Driver* driver, CUcontext context, CUdeviceptr address,
+                        std::uint64_t id, CachedExport* out) {
+  const ContextGuard guard(driver, context);
   CUdeviceptr base = 0;
   std::size_t size = 0;
   int capable = 0;
@@ -72,8 +73,8 @@ ForeignMemory foreignMemory(const Driver* driver, const void* pointer) {
   return {true, false, "virtual memory management (cuMemCreate; PyTorch's expandable_segments)"};
 }
 
-Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
-                    ExportedBuffer* out) {
+Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer,
+                    std::uint64_t bytes, ExportedBuffer* out) {
   const auto address = reinterpret_cast<CUdeviceptr>(pointer);
   std::uint64_t id = 0;
   if (driver->cuPointerGetAttribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address) != CUDA_SUCCESS ||
@@ -82,7 +83,7 @@ Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t byt
   }
   CachedExport& cached = cacheEntry(id);
   if (cached.allocationId != id) {
-    HOCCL_RETURN_IF_ERROR(exportAllocation(driver, address, id, &cached));
+    HOCCL_RETURN_IF_ERROR(exportAllocation(driver, context, address, id, &cached));
   }
   if (address < cached.base || address - cached.base > cached.bytes ||
       bytes > cached.bytes - (address - cached.base)) {
@@ -95,7 +96,7 @@ Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t byt
   out->base = cached.base;
   out->allocationBytes = cached.bytes;
   out->offset = address - cached.base;
-  out->handle = cached.handle;
+  out->handle = &cached.handle;
   return {};
 }
 

@@ -12,7 +12,7 @@ struct ExportedBuffer {
   CUdeviceptr base = 0;
   std::uint64_t allocationBytes = 0;
   std::uint64_t offset = 0;  ///< of the pointer from `base`
-  CUipcMemHandle handle{};
+  const CUipcMemHandle* handle = nullptr;  ///< good until the thread's next exportBuffer
 };
 
 /// Memory that cannot be exported to the mover.
@@ -28,8 +28,8 @@ ForeignMemory foreignMemory(const Driver* driver, const void* pointer);
 /// Unsupported for memory that is no device memory or cannot be exported (pools, virtual memory
 /// management, managed), InvalidArgument where it is shorter than `bytes` from the pointer on; each
 /// names what it is.
-/// Never blocks; safe inside an NCCL call.
-Status exportBuffer(const Driver* driver, const void* pointer, std::uint64_t bytes,
-                    ExportedBuffer* out);
+/// `context` is made current where the driver needs one. Never blocks; safe inside an NCCL call.
+Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer,
+                    std::uint64_t bytes, ExportedBuffer* out);
 
 }  // namespace hoccl

@@ -132,6 +132,12 @@ class ContextGuard {
   bool pushed_ = false;
 };
 
+/// Whether a stream says itself to which context it belongs; not so the default, legacy and per-thread
+/// streams, which are those of the current context.
+inline bool namesItsContext(CUstream stream) {
+  return stream != nullptr && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD;
+}
+
 /// Relaxes the thread's stream-capture mode for the scope (rule 14): calls that a capture on
 /// another stream would forbid neither fail nor end it.
 class RelaxedCapture {

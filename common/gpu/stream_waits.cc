@@ -113,12 +113,12 @@ bool StreamWaits::takesChannel(CUstream stream, const Flag* flag, std::uint64_t 
   unsigned others = 0;
   for (Pending& each : pending_) {
     const Flag* its = each.flag.load(std::memory_order_acquire);
-    const bool over = !its || its->reached(each.value.load(std::memory_order_relaxed));
+    // Without a look at the flag, which the GPU wrote last.
     if (its && each.stream.load(std::memory_order_relaxed) == stream) {
       own = &each;
       continue;
     }
-    if (over) {
+    if (!its || its->reached(each.value.load(std::memory_order_relaxed))) {
       if (!own) own = &each;
     } else if (++others + 1 >= channels_) {
       return false;
