@@ -1,6 +1,7 @@
-"""Builds the suite's CUDA helper libraries with nvcc into one folder."""
+"""Builds the suite's CUDA helper libraries and programs with nvcc into one folder."""
 
 import glob
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,6 +17,18 @@ LIBRARIES = {
     "memory_kinds": "memory_kinds.cu",
     "kernel_trace": "kernel_trace.cpp",
 }
+
+
+PROGRAMS = {"static_runtime": "static_runtime.cu"}
+
+
+def nccl_wheel():
+    """(folder of nccl.h, path of libnccl.so.2) of the NCCL that PyTorch brings along; (None, None)."""
+    wheels = importlib.util.find_spec("nvidia")
+    folders = list(wheels.submodule_search_locations) if wheels else []
+    header = _first([f"{folder}/nccl/include/nccl.h" for folder in folders])
+    library = _first([f"{folder}/nccl/lib/libnccl.so.2" for folder in folders])
+    return (os.path.dirname(header), library) if header and library else (None, None)
 
 
 def _toolkit():
@@ -60,6 +73,26 @@ def _cupti(toolkit):
     return (os.path.dirname(header) if header else None), library
 
 
+def _program_command(source, out, nvcc):
+    include, _ = nccl_wheel()
+    if not include:
+        raise RuntimeError("nccl.h was not found among Python's packages (nvidia-nccl)")
+    return [
+        nvcc,
+        "-std=c++17",
+        "-O2",
+        "-arch=sm_90",
+        "-cudart",
+        "static",
+        "-I",
+        include,
+        os.path.join(HERE, source),
+        "-o",
+        out,
+        "-ldl",
+    ]
+
+
 def _command(name, source, out, nvcc, toolkit):
     shared = [
         nvcc,
@@ -99,15 +132,18 @@ def build(folder):
     nvcc, toolkit = _toolkit()
     os.makedirs(folder, exist_ok=True)
     running = []
-    for name, source in LIBRARIES.items():
-        out = os.path.join(folder, f"lib{name}.so")
+    for name, source in {**LIBRARIES, **PROGRAMS}.items():
+        out = os.path.join(folder, name if name in PROGRAMS else f"lib{name}.so")
         newest = os.path.getmtime(os.path.join(HERE, source))
         if os.path.exists(out) and os.path.getmtime(out) > newest:
             continue
         if nvcc is None:
             raise RuntimeError("nvcc was not found: set CUDA_HOME or put it on PATH")
         temporary = out + ".new"
-        command = _command(name, source, temporary, nvcc, toolkit)
+        if name in PROGRAMS:
+            command = _program_command(source, temporary, nvcc)
+        else:
+            command = _command(name, source, temporary, nvcc, toolkit)
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -2,9 +2,14 @@
 emptied cache and failed allocations between operations, with the GPU's memory flat."""
 
 import contextlib
+import json
 import os
+import subprocess
+import time
 
+import build_helpers
 import common
+import procs
 
 KINDS = ["device", "pinned", "registered", "managed", "pool", "mapped", "mapped_exportable"]
 ALLOCATORS = [
@@ -42,7 +47,55 @@ def _ranks_with(context, name, value):
         inner.close()
 
 
+def _static_run_time(context):
+    """Two ranks of a program whose frees nobody sees: none of its buffers is mapped by a mover."""
+    program = os.path.join(context.gpu_dir, "static_runtime")
+    _, nccl = build_helpers.nccl_wheel()
+    folder = context.path("static_runtime")
+    os.makedirs(folder)
+    began, running, problems = time.monotonic(), [], []
+    for rank in (0, 1):
+        environment = {**common.clean_environment(), **context.install.env()}
+        environment["LD_PRELOAD"] = context.install.shim
+        environment["NCCL_HOSTID"] = f"gpu-check-static{rank}"
+        running.append(
+            subprocess.Popen(
+                [program, str(rank), folder, nccl],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    counted = {}
+    for rank, process in enumerate(running):
+        try:
+            out, errors = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            problems.append(f"rank {rank}: not done after {LIMIT_S} s")
+            procs.kill_tree(process.pid)
+            out, errors = process.communicate()
+        if process.returncode != 0:
+            problems.append(f"rank {rank}: status {process.returncode}: {errors[-1500:]}")
+            continue
+        if "linked statically into" not in errors:
+            problems.append(f"rank {rank}: no warning that frees are not seen: {errors[-1500:]}")
+        paths = json.loads(out.splitlines()[-1])["communicators"][0]["paths"]
+        counted[f"rank{rank}_paths"] = {path: c["ops"] for path, c in paths.items()}
+        if paths["app-copies"]["ops"] != 40 or paths["staged"]["ops"] or paths["nccl"]["ops"]:
+            problems.append(f"rank {rank}: {paths}, expected 40 application-side copies alone")
+    context.reporter.record(
+        "static_run_time",
+        "fail" if problems else "pass",
+        time.monotonic() - began,
+        "\n".join(problems),
+        counted,
+    )
+
+
 def run(context):
+    _static_run_time(context)
     context.server()
     common.run_cases(context, "cases_memory", [("allocate_operate_free", ROUNDS_LIMIT_S)])
     common.run_cases(context, "cases_memory", [(name, LIMIT_S) for name in CASES])
