@@ -43,7 +43,9 @@ def run(context):
             hoccl=(hoccl, hoccl),
         )
 
-    cases("nccl_one_connection", CASES, ONE, hoccl=False)  # the programs themselves are right
+    # The programs themselves are right. NCCL stops in the third: its kernel that waits has nothing
+    # behind it get through the one channel.
+    cases("nccl_one_connection", CASES[:2], ONE, hoccl=False)
     cases("nccl", [MANY], {}, hoccl=False)
     cases("one_connection", CASES, ONE)
     cases("default", CASES + [MANY], {})
