@@ -37,6 +37,7 @@ struct Communicator {
   std::uint32_t pending = 0;  ///< operations
   std::uint32_t closesAsked = 0;
   bool failed = false;
+  FailReason reason{};  ///< why, as its peers are told
 };
 
 /// The paper's CPU proxy: one thread that takes operations from the segment, moves their chunks
@@ -104,6 +105,7 @@ class MoverLoop final : public LinkOwner {
   void failCommunicator(Communicator& communicator, Code code, const std::string& text);
   void acknowledgeCloses();
   void tellPeers(Communicator& communicator, FailReason reason);
+  static void tellPeer(Communicator& communicator, std::size_t rank, Link& link, FailReason reason);
   std::string describePeer(const Communicator& communicator, std::int32_t peer) const;
 
   void request(ControlRequest request);

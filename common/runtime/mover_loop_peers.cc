@@ -205,6 +205,8 @@ void MoverLoop::linkUp(LoopEvent& event) {
     if (!communicator) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
       if (communicator->info.peers[rank].mover != event.peer) continue;
+      // It failed when there was no link to tell this peer by, and may be asleep when the peer asks.
+      if (communicator->failed) tellPeer(*communicator, rank, link, communicator->reason);
       auto collect = [&](PairWindow::Entry& entry) {
         if (entry.op && (entry.op->waiting & Op::kForLink)) scratch_.push_back(entry.op);
       };
@@ -279,18 +281,24 @@ void MoverLoop::failCommunicator(Communicator& communicator, Code code, const st
 }
 
 void MoverLoop::tellPeers(Communicator& communicator, FailReason reason) {
+  communicator.reason = reason;
   for (std::size_t rank = 0; rank < communicator.info.peers.size(); ++rank) {
     auto position = links_.find(communicator.info.peers[rank].mover);
-    if (position == links_.end() || !position->second->up() || communicator.pairs[rank].dead)
-      continue;
-    Message message{};
-    message.type = MessageType::Failed;
-    message.slot = static_cast<std::uint32_t>(reason);
-    message.communicator = communicator.info.id;
-    message.source = communicator.info.rank;
-    message.destination = static_cast<std::int32_t>(rank);
-    position->second->send(message);
+    if (position == links_.end() || !position->second->up()) continue;
+    tellPeer(communicator, rank, *position->second, reason);
   }
+}
+
+void MoverLoop::tellPeer(Communicator& communicator, std::size_t rank, Link& link,
+                         FailReason reason) {
+  if (communicator.pairs[rank].dead) return;
+  Message message{};
+  message.type = MessageType::Failed;
+  message.slot = static_cast<std::uint32_t>(reason);
+  message.communicator = communicator.info.id;
+  message.source = communicator.info.rank;
+  message.destination = static_cast<std::int32_t>(rank);
+  link.send(message);
 }
 
 /// Communicators whose Abort or Close has nothing left to wait for end here, between two rounds, so

@@ -162,6 +162,11 @@ TEST(MoverLoop, Rule9AFailureBeforeTheLinkStandsReachesThePeer) {
   ASSERT_TRUE(s.mover.waitFor(failing));
   EXPECT_EQ(s.mover.code(0), Code::Cuda);
   ASSERT_TRUE(s.peer.accept());
+  // Unasked: it may be asleep when the peer asks.
+  Message told{};
+  ASSERT_TRUE(s.peer.receive(MessageType::Failed, &told, 3'000));
+  EXPECT_EQ(told.communicator, kId);
+  EXPECT_EQ(static_cast<FailReason>(told.slot), FailReason::LocalError);
   Message ready{};
   ready.type = MessageType::Ready;
   ready.communicator = kId;
