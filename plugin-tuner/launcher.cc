@@ -90,27 +90,82 @@ Status Launcher::enqueue(const AppCopy& copy, CUstream stream) const {
 }
 
 Status Launcher::copyOut(const StreamLaunch& launch) {
-  for (StagedBlock& each : blocks_) {
-    if (each.comm->mover == launch.mover && each.stream == launch.stream) each.onStream = true;
-  }
   for (const StagedCopy& each : copies_) {
-    if (!each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream)
+    if (!each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream) {
       continue;
+    }
     HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
+    for (StagedBlock& staged : blocks_) staged.onStream |= staged.block == each.copy.block;
   }
   return {};
 }
 
+/// When the start is on the stream: by what the launch's blocks will be free.
+void Launcher::noteLaunch(const StreamLaunch& launch) {
+  for (StagedBlock& each : blocks_) {
+    if (each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    each.onStream = true;
+    if (each.comesIn) continue;
+    each.block->sequence = launch.slot.sequence;
+    each.block->launch.store(&launch.mover->segment().launch(launch.slot.index),
+                             std::memory_order_release);
+  }
+}
+
 Status Launcher::copyIn(const StreamLaunch& launch) {
+  const ContextGuard guard(driver_, launch.context);
   for (const StagedCopy& each : copies_) {
     if (each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream) continue;
     HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
   }
   for (const StagedBlock& each : blocks_) {
-    if (each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    if (!each.comesIn || each.comm->mover != launch.mover || each.stream != launch.stream) continue;
     HOCCL_RETURN_IF_ERROR(
         HOCCL_CU(driver_, cuStreamWriteValue64(launch.stream, each.block->doneAddress,
                                                each.block->turn, CU_STREAM_WRITE_VALUE_DEFAULT)));
+  }
+  return {};
+}
+
+Status Launcher::copyAllIn() {
+  if (copies_.empty()) return {};
+  for (const StreamLaunch& launch : streams_) HOCCL_RETURN_IF_ERROR(copyIn(launch));
+  return streams_.size() > 1 ? joinStreams(false) : Status();
+}
+
+bool Launcher::copies(const StreamLaunch& launch, bool out) const {
+  return std::any_of(copies_.begin(), copies_.end(), [&](const StagedCopy& each) {
+    return each.copy.out == out && each.comm->mover == launch.mover && each.stream == launch.stream;
+  });
+}
+
+/// One for each context does: a wait means the event as it was recorded last before it.
+Status Launcher::event(CUcontext context, CUevent* out) {
+  for (const auto& [its, event] : events_) {
+    if (its != context) continue;
+    *out = event;
+    return {};
+  }
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuEventCreate(out, CU_EVENT_DISABLE_TIMING)));
+  events_.emplace_back(context, *out);
+  return {};
+}
+
+/// The streams of a group start together and end together, and so has what is copied on them: a
+/// stream that copies out waits for all others of its mover, all others wait for one that has
+/// copied in.
+Status Launcher::joinStreams(bool before) {
+  for (const StreamLaunch& from : streams_) {
+    const ContextGuard guard(driver_, from.context);
+    CUevent reached = nullptr;
+    for (const StreamLaunch& to : streams_) {
+      if (&to == &from || to.mover != from.mover || !copies(before ? to : from, before)) continue;
+      if (!reached) {
+        HOCCL_RETURN_IF_ERROR(event(from.context, &reached));
+        HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuEventRecord(reached, from.stream)));
+      }
+      HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuStreamWaitEvent(to.stream, reached, 0)));
+    }
   }
   return {};
 }
@@ -147,12 +202,13 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
         HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
     launch.issued = true;
   }
+  if (start && !blocks_.empty()) noteLaunch(launch);
   if (!wait) return {};
   if (kind != WaitKind::MemoryOp) {
     if (!guard) guard.emplace(driver_, launch.context);
     HOCCL_RETURN_IF_ERROR(launch.waits->enqueue(kind, launch.stream, finish, launch.slot.sequence));
   }
-  return blocks_.empty() ? Status() : copyIn(launch);
+  return {};
 }
 
 void Launcher::giveUp() {
@@ -170,6 +226,12 @@ Status Launcher::begin(bool waitToo, CUcontext current) {
   // One call for both where there is one stream. Else all starts first: streams share the GPU's
   // channels, and a start behind another stream's wait would never run.
   waiting_ = waitToo && streams_.size() == 1;
+  if (!copies_.empty() && streams_.size() > 1) {
+    if (Status status = joinStreams(true); !status) {
+      giveUp();
+      return status;
+    }
+  }
   for (StreamLaunch& launch : streams_) {
     if (Status status = issue(launch, true, waiting_, current); !status) {
       giveUp();
@@ -177,7 +239,9 @@ Status Launcher::begin(bool waitToo, CUcontext current) {
     }
   }
   handOver();
-  return {};
+  // Behind the wait, and so not before the mover knows of the launch: a call blocks where a channel
+  // is full.
+  return waiting_ ? copyAllIn() : Status();
 }
 
 Status Launcher::launch(CUcontext current) {
@@ -192,7 +256,7 @@ Status Launcher::wait() {
   for (StreamLaunch& launch : streams_) {
     if (Status status = issue(launch, false, true, nullptr); !status && first) first = status;
   }
-  return first;
+  return first ? copyAllIn() : first;
 }
 
 void Launcher::handOver() {

@@ -3,6 +3,7 @@
 #include <nccl.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "common/gpu/driver.h"
@@ -43,12 +44,13 @@ class Launcher {
   /// A block that this launch uses on one stream; it is free again when the stream is through, or
   /// when the launch is not made.
   void add(SteeredComm* comm, CUstream stream, StagingPool::Block* block) {
-    blocks_.push_back({comm, stream, block, false});
+    blocks_.push_back({comm, stream, block, false, false});
   }
   [[nodiscard]] bool holdsBlocks() const { return !blocks_.empty(); }
   /// A copy of a block added before.
   void add(SteeredComm* comm, CUstream stream, const AppCopy& copy) {
     copies_.push_back({comm, stream, copy});
+    for (StagedBlock& each : blocks_) each.comesIn |= each.block == copy.block && !copy.out;
   }
   void clear();
   /// Whether a communicator of these operations has been aborted meanwhile.
@@ -75,7 +77,8 @@ class Launcher {
     SteeredComm* comm;
     CUstream stream;
     StagingPool::Block* block;
-    bool onStream;  ///< the stream or a mover uses it, or has been told to say when it is free
+    bool onStream;  ///< the stream or a mover may be using it
+    bool comesIn;   ///< copied out of after the wait
   };
   struct StagedCopy {
     SteeredComm* comm;
@@ -83,7 +86,12 @@ class Launcher {
     AppCopy copy;
   };
   Status copyOut(const StreamLaunch& launch);
+  void noteLaunch(const StreamLaunch& launch);
   Status copyIn(const StreamLaunch& launch);
+  Status copyAllIn();
+  [[nodiscard]] bool copies(const StreamLaunch& launch, bool out) const;
+  Status joinStreams(bool before);
+  Status event(CUcontext context, CUevent* out);
   Status enqueue(const AppCopy& copy, CUstream stream) const;
   Status prepare();
   Status begin(bool waitToo, CUcontext current);
@@ -96,8 +104,9 @@ class Launcher {
   std::vector<StreamLaunch> streams_;
   std::vector<StagedBlock> blocks_;
   std::vector<StagedCopy> copies_;
-  bool waiting_ = false;                   ///< the stream waits already
-  std::vector<MoverClient::Slot*> slots_;  ///< scratch
+  std::vector<std::pair<CUcontext, CUevent>> events_;  ///< kept; few
+  bool waiting_ = false;                               ///< the stream waits already
+  std::vector<MoverClient::Slot*> slots_;              ///< scratch
 };
 
 }  // namespace hoccl

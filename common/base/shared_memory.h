@@ -29,6 +29,8 @@ class SharedMemory {
   [[nodiscard]] void* data() const { return data_; }
   [[nodiscard]] std::size_t size() const { return size_; }
   [[nodiscard]] int fd() const { return fd_.get(); }
+  /// The memory stays mapped; nobody can be given it any more.
+  void closeFd() { fd_.reset(); }
   [[nodiscard]] bool valid() const { return data_ != nullptr; }
   void reset();
 

@@ -70,6 +70,7 @@ namespace hoccl {
   X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
   X(cuStreamSynchronize, cuStreamSynchronize)                             \
   X(cuStreamQuery, cuStreamQuery)                                         \
+  X(cuStreamWaitEvent, cuStreamWaitEvent)                                 \
   X(cuStreamIsCapturing, cuStreamIsCapturing)                             \
   X(cuStreamWriteValue64, cuStreamWriteValue64_v2)                        \
   X(cuStreamWaitValue64, cuStreamWaitValue64_v2)                          \

@@ -252,6 +252,9 @@ void MoverClient::releaseAll(const std::string& why) {
 
 /// A request with one descriptor, and its answer; control_ is held.
 Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint64_t boundMs) {
+  if (silent_) {
+    return Status::error(Code::Timeout, "the mover has not answered an earlier request");
+  }
   MoverReply reply{};
   std::size_t bytes = 0;
   std::vector<UniqueFd> none;
@@ -259,7 +262,10 @@ Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint
   if (status) {
     status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &none, boundMs);
   }
-  if (!status) return status.inContext("the mover does not answer");
+  if (!status) {
+    silent_ = true;
+    return status.inContext("the mover does not answer");
+  }
   if (bytes != sizeof reply || !reply.ok) {
     return Status::error(Code::System, getText(reply.text)).inContext("the mover");
   }

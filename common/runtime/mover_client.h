@@ -113,7 +113,8 @@ class MoverClient {
   std::string address_;
   std::string gpuUuid_;
   std::thread watcher_;
-  std::mutex control_;  ///< one request at a time on the socket; never taken on the launch path
+  bool silent_ = false;  ///< a request was not answered: a late answer would be taken for another's
+  std::mutex control_;   ///< one request at a time on the socket; never taken on the launch path
 
   std::unique_ptr<ImportDrops> drops_;
   std::unique_ptr<StagingPool> staging_;

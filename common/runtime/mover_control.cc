@@ -336,6 +336,7 @@ Status MoverControl::makeScratch() {
                     bytes));
   }
   post(std::move(event));
+  hasScratch_ = true;
   return {};
 }
 
@@ -347,11 +348,12 @@ Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
                          fmt::format("staging memory {:#x} with {} descriptors makes no sense",
                                      request.id, fds->size()));
   }
-  if (staging_.empty()) HOCCL_RETURN_IF_ERROR(makeScratch());
+  if (!hasScratch_) HOCCL_RETURN_IF_ERROR(makeScratch());
   StagingMemory staging;
   HOCCL_RETURN_IF_ERROR(SharedMemory::map(std::move((*fds)[0]), request.bytes, &staging.memory));
   HOCCL_RETURN_IF_ERROR(HostRegistration::create(driver_, staging.memory.data(), request.bytes,
                                                  &staging.registration));
+  staging.memory.closeFd();
   staging_.emplace(request.id, std::move(staging));
   return {};
 }

@@ -78,6 +78,7 @@ class MoverControl {
     HostRegistration registration;
   };
   std::map<std::uint64_t, StagingMemory> staging_;
+  bool hasScratch_ = false;
   std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
 };
 

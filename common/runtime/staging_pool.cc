@@ -17,7 +17,6 @@ namespace {
 constexpr std::uint64_t kLeast = 1 << 20;
 constexpr std::uint64_t kHeader = 4096;  ///< the flag, and the data begins on a page
 constexpr useconds_t kFullNapUs = 20;
-constexpr std::uint64_t kTellAfterMs = 5000;
 
 /// Tells staging memory from the driver's allocations, which count up from a small number.
 std::uint64_t nextId() {
@@ -39,18 +38,21 @@ std::uint64_t StagingPool::held() const {
 }
 
 /// The smallest free block, if it is not much larger than asked for.
-StagingPool::Block* StagingPool::takeFree(std::uint64_t bytes, bool* anyLargeEnough) {
+StagingPool::Block* StagingPool::takeFree(std::uint64_t bytes, bool* anyLargeEnough,
+                                          std::uint64_t* used) {
   Block* best = nullptr;
   for (const auto& block : blocks_) {
-    if (block->bytes < bytes) continue;
+    const bool free = block->free();
+    if (!free) *used += block->bytes;
+    if (block->bytes < bytes || block->lost) continue;
     *anyLargeEnough = true;
-    if (!block->done->reached(block->turn)) continue;
-    if (!best || block->bytes < best->bytes) best = block.get();
+    if (free && (!best || block->bytes < best->bytes)) best = block.get();
   }
   // A small operation in a large block would make a large one wait, or the pool grow by another.
   const std::uint64_t fitting = stagingBlockBytes(bytes);
-  if (best && best->bytes / 4 > fitting && held_ + fitting <= limit_) return nullptr;
-  if (best) ++best->turn;
+  if (!best || (best->bytes / 4 > fitting && *used + fitting <= limit_)) return nullptr;
+  ++best->turn;
+  best->launch.store(nullptr, std::memory_order_relaxed);
   return best;
 }
 
@@ -68,32 +70,43 @@ Status StagingPool::makeBlock(std::uint64_t bytes, Block** out) {
   HOCCL_RETURN_IF_ERROR(
       HostRegistration::create(driver_, base, block->memory.size(), &block->registration));
   block->doneAddress = block->registration.deviceAddress(*block->done);
-  HOCCL_RETURN_IF_ERROR(mover_->addStaging(block->id, block->memory));
+  const Status given = mover_->addStaging(block->id, block->memory);
+  block->memory.closeFd();
   block->turn = 1;
   held_ += bytes;
+  // Kept even so: to unpin it could wait for the device.
+  block->lost = !given;
   blocks_.push_back(std::move(block));
   *out = blocks_.back().get();
-  return {};
+  return given;
 }
 
 Status StagingPool::take(std::uint64_t bytes, bool mayWait, const std::function<bool()>& cancelled,
                          Block** out) {
-  Deadline tell = Deadline::afterMs(kTellAfterMs);
-  bool told = false;
+  const Deadline patience = Deadline::afterMs(kPatienceMs);
   for (;;) {
     {
       std::lock_guard lock(mutex_);
       bool anyLargeEnough = false;
-      if (Block* block = takeFree(bytes, &anyLargeEnough)) {
+      std::uint64_t used = 0;
+      if (Block* block = takeFree(bytes, &anyLargeEnough, &used)) {
         *out = block;
         return {};
       }
       const std::uint64_t size = stagingBlockBytes(bytes);
-      if (held_ + size <= limit_ || !anyLargeEnough || !mayWait) {
+      const bool impatient = mayWait && anyLargeEnough && patience.passed();
+      if (used + size <= limit_ || !anyLargeEnough || !mayWait || impatient) {
+        if (impatient && used + size > limit_) {
+          logWarn(
+              "application-side copies take more than HOCCL_APP_COPY_BYTES={}: {} bytes are in "
+              "use, and "
+              "none came free within {} ms",
+              limit_, used, kPatienceMs);
+        }
         return makeBlock(size, out).inContext(
             fmt::format("no pinned memory for an application-side copy of {} bytes ({} bytes of "
                         "HOCCL_APP_COPY_BYTES={} in use)",
-                        bytes, held_, limit_));
+                        bytes, used, limit_));
       }
     }
     if (mover_->segment().header().moverDead.load(std::memory_order_relaxed)) {
@@ -101,12 +114,6 @@ Status StagingPool::take(std::uint64_t bytes, bool mayWait, const std::function<
     }
     if (cancelled && cancelled()) {
       return Status::error(Code::Aborted, "the communicator was aborted");
-    }
-    if (tell.passed() && !std::exchange(told, true)) {
-      logWarn(
-          "an application-side copy of {} bytes waits for earlier ones: they take all of "
-          "HOCCL_APP_COPY_BYTES={}",
-          bytes, limit_);
     }
     ::usleep(kFullNapUs);
   }

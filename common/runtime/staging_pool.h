@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "common/base/shared_memory.h"
 #include "common/base/status.h"
 #include "common/gpu/host_registration.h"
+#include "common/runtime/segment.h"
 
 namespace hoccl {
 
@@ -27,9 +29,14 @@ class StagingPool {
     std::uint64_t bytes = 0;
     std::byte* data = nullptr;
     std::uint64_t offset = 0;  ///< of `data` in the shared memory
-    CUdeviceptr doneAddress =
-        0;  ///< where the stream writes `turn` once it is through with the block
+    /// Where the stream writes `turn` once it is through with the block.
+    CUdeviceptr doneAddress = 0;
     std::uint64_t turn = 0;
+    /// Of a block that only sends: the launch whose end is the block's, so that nothing has to
+    /// stand behind the stream's wait. Set last, with `sequence` before it.
+    std::atomic<const LaunchFlags*> launch{nullptr};
+    std::uint64_t sequence = 0;
+    bool lost = false;  ///< whether anything still uses it is not known
     /// Device memory of kScratchBytes, for buffers in host memory: a copy from host to host is made
     /// in two. Null until scratch() has been asked for.
     CUdeviceptr scratch = 0;
@@ -37,11 +44,19 @@ class StagingPool {
     SharedMemory memory;
     HostRegistration registration;
     Flag* done = nullptr;
+
+    [[nodiscard]] bool free() const {
+      if (lost) return false;
+      const LaunchFlags* flags = launch.load(std::memory_order_acquire);
+      return done->reached(turn) || (flags && flags->free(sequence));
+    }
   };
   static constexpr std::uint64_t kScratchBytes = 4 << 20;
+  static constexpr std::uint64_t kPatienceMs = 5000;
 
-  /// `limit`: bytes in blocks beyond which a request waits for one to come free, where it may and
-  /// one that is large enough exists.
+  /// `limit`: bytes in use beyond which a request waits for a block to come free, where it may and
+  /// one that is large enough exists; no longer than kPatienceMs, since what it waits for may need
+  /// the calling thread.
   StagingPool(const Driver* driver, CUcontext context, MoverClient* mover, std::uint64_t limit)
       : driver_(driver), context_(context), mover_(mover), limit_(limit) {}
 
@@ -60,7 +75,7 @@ class StagingPool {
   [[nodiscard]] std::uint64_t held() const;
 
  private:
-  Block* takeFree(std::uint64_t bytes, bool* anyLargeEnough);
+  Block* takeFree(std::uint64_t bytes, bool* anyLargeEnough, std::uint64_t* used);
   Status makeBlock(std::uint64_t bytes, Block** out);
 
   const Driver* driver_;

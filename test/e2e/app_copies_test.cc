@@ -26,8 +26,8 @@ void expectOnlyAppCopies(const Job& job, int ranks) {
 class AppCopiesOf : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Scenarios, AppCopiesOf,
                          ::testing::Values("sizes", "bothWays", "ring", "streams", "late",
-                                           "independent", "twoStreams", "twoCommunicators",
-                                           "nested"));
+                                           "independent", "twoStreams", "crossedStreams",
+                                           "twoCommunicators", "nested"));
 
 /// Scenarios that check every byte, with buffers none of which a mover may map.
 TEST_P(AppCopiesOf, AllBuffers) {

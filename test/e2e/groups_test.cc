@@ -33,6 +33,11 @@ TEST(Groups, StreamsOfAGroupStartAndEndTogether) {
   job.finish();
 }
 
+TEST(Groups, AStreamOfAGroupHasWhatTheOtherDidAndReceived) {
+  Job job("crossedStreams", 2);
+  job.finish();
+}
+
 TEST(Groups, TwoCommunicators) {
   Job job("twoCommunicators", 2);
   job.finish();

@@ -117,6 +117,33 @@ void order(const Rank& rank) {
 }
 
 /// Two streams in one group start when both have come, and end together.
+/// A group's streams start together and end together: what one of them does before the group is
+/// done for the send on the other, and what one receives is there for what the other does next.
+void crossedStreams(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream a = newStream(), b = newStream();
+  const int peer = 1 - rank.rank;
+  Buffer out(kSteered, 1), in(kSteered, 3);
+  out.poison(a);
+  awaitStream(a, "poison");
+  Gate gate;
+  gate.hold(b);
+  out.fill(seedOf(rank.rank, 1), b);
+  in.poison(b);
+  groupStart();
+  send(out, peer, comm, a);
+  receive(in, peer, comm, b);
+  groupEnd();
+  in.fetch(a);
+  requireBusy(a, 20, "a stream of a group whose other stream has not come");
+  gate.open();
+  awaitStream(a, "the stream that has sent");
+  in.requirePattern(seedOf(peer, 1), "received on the other stream");
+  awaitStream(b, "the stream that has received");
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 void twoStreams(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream a = newStream(), b = newStream();
@@ -304,9 +331,13 @@ void failedCall(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kGroupScenarios = {
-    {"mixed", mixed},           {"order", order},
-    {"twoStreams", twoStreams}, {"twoCommunicators", twoCommunicators},
-    {"nested", nested},         {"large", large},
+    {"mixed", mixed},
+    {"order", order},
+    {"twoStreams", twoStreams},
+    {"twoCommunicators", twoCommunicators},
+    {"crossedStreams", crossedStreams},
+    {"nested", nested},
+    {"large", large},
     {"failedCall", failedCall},
 };
 
