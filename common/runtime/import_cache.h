@@ -25,6 +25,7 @@ struct Import {
 };
 
 /// Mapped allocations by identity, bounded; the least recently used idle one goes first (rule 8).
+/// Staging memory, which is nobody's to free, stays and does not count.
 class ImportCache {
  public:
   explicit ImportCache(std::size_t capacity) : capacity_(capacity) {}
@@ -36,6 +37,7 @@ class ImportCache {
     *fresh = added;
     if (added) {
       import.buffer = buffer;
+      if (staging(import)) ++staging_;
       markOverlaps(buffer);
     }
     ++import.users;
@@ -54,8 +56,9 @@ class ImportCache {
     auto position = imports_.find(allocation);
     return position == imports_.end() ? nullptr : &position->second;
   }
-  [[nodiscard]] bool empty() const { return imports_.empty(); }
-  [[nodiscard]] bool crowded() const { return imports_.size() > capacity_ || stale_ > 0; }
+  /// Nothing here that could go.
+  [[nodiscard]] bool empty() const { return counted() == 0; }
+  [[nodiscard]] bool crowded() const { return counted() > capacity_ || stale_ > 0; }
   void markStale(Import* import) {
     if (!std::exchange(import->stale, true)) ++stale_;
   }
@@ -69,12 +72,13 @@ class ImportCache {
         victim = i;
         break;
       }
-      if (imports_.size() <= capacity_) continue;
+      if (counted() <= capacity_ || staging(import)) continue;
       if (victim == imports_.end() || import.lastUse < victim->second.lastUse) victim = i;
     }
     if (victim == imports_.end()) return false;
     *address = victim->second.address;
     if (victim->second.stale) --stale_;
+    if (staging(victim->second)) --staging_;
     imports_.erase(victim);
     return true;
   }
@@ -82,7 +86,7 @@ class ImportCache {
   std::size_t markIdle(std::uint64_t since) {
     std::size_t marked = 0;
     for (auto& [id, import] : imports_) {
-      if (import.stale || !import.idle() || import.lastUse > since) continue;
+      if (import.stale || !import.idle() || import.lastUse > since || staging(import)) continue;
       markStale(&import);
       ++marked;
     }
@@ -104,7 +108,13 @@ class ImportCache {
     }
   }
 
+  [[nodiscard]] static bool staging(const Import& import) {
+    return import.buffer.kind == BufferKind::Staging;
+  }
+  [[nodiscard]] std::size_t counted() const { return imports_.size() - staging_; }
+
   std::size_t capacity_;
+  std::size_t staging_ = 0;
   std::size_t stale_ = 0;
   std::uint64_t clock_ = 0;
   std::unordered_map<std::uint64_t, Import> imports_;

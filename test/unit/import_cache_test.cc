@@ -27,6 +27,29 @@ Import* mapped(ImportCache& cache, std::uint64_t id) {
   return import;
 }
 
+TEST(ImportCache, StagingMemoryStaysAndDoesNotCount) {
+  ImportCache cache(1);
+  bool fresh = false;
+  for (std::uint64_t id = 100; id < 110; ++id) {
+    BufferRef ref = allocation(id);
+    ref.kind = BufferKind::Staging;
+    Import* staging = cache.acquire(ref, &fresh);
+    staging->state = Import::State::Ready;
+    cache.release(staging);
+  }
+  EXPECT_TRUE(cache.empty());
+  Import* only = mapped(cache, 1);
+  cache.release(only);
+  EXPECT_FALSE(cache.crowded());
+  EXPECT_EQ(cache.markIdle(cache.now()), 1u) << "the one that is no staging memory";
+  CUdeviceptr address = 0;
+  EXPECT_TRUE(cache.evict(&address));
+  EXPECT_EQ(address, 0x1001u);
+  EXPECT_FALSE(cache.evict(&address));
+  EXPECT_TRUE(cache.empty());
+  for (std::uint64_t id = 100; id < 110; ++id) EXPECT_NE(cache.find(id), nullptr);
+}
+
 TEST(ImportCache, MapsAnAllocationOnce) {
   ImportCache cache(4);
   bool fresh = false;
