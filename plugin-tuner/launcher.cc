@@ -41,7 +41,7 @@ Status Launcher::prepare() {
   for (const PendingOp& op : ops_) {
     bool known = false;
     for (const StreamLaunch& launch : streams_) {
-      known = known || (launch.mover == op.comm->mover && launch.stream == op.stream);
+      known = known || launch.has(op);
     }
     if (known) continue;
     streams_.push_back({op.comm->mover, op.comm->waits, op.comm->context, op.stream, {}, false});
@@ -91,9 +91,7 @@ Status Launcher::enqueue(const AppCopy& copy, CUstream stream) const {
 
 Status Launcher::copyOut(const StreamLaunch& launch) {
   for (const StagedCopy& each : copies_) {
-    if (!each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream) {
-      continue;
-    }
+    if (!each.copy.out || !launch.has(each)) continue;
     HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
     for (StagedBlock& staged : blocks_) staged.onStream |= staged.block == each.copy.block;
   }
@@ -103,7 +101,7 @@ Status Launcher::copyOut(const StreamLaunch& launch) {
 /// When the start is on the stream: by what the launch's blocks will be free.
 void Launcher::noteLaunch(const StreamLaunch& launch) {
   for (StagedBlock& each : blocks_) {
-    if (each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    if (!launch.has(each)) continue;
     each.onStream = true;
     if (each.comesIn) continue;
     each.block->sequence = launch.slot.sequence;
@@ -115,11 +113,11 @@ void Launcher::noteLaunch(const StreamLaunch& launch) {
 Status Launcher::copyIn(const StreamLaunch& launch) {
   const ContextGuard guard(driver_, launch.context);
   for (const StagedCopy& each : copies_) {
-    if (each.copy.out || each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    if (each.copy.out || !launch.has(each)) continue;
     HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
   }
   for (const StagedBlock& each : blocks_) {
-    if (!each.comesIn || each.comm->mover != launch.mover || each.stream != launch.stream) continue;
+    if (!each.comesIn || !launch.has(each)) continue;
     HOCCL_RETURN_IF_ERROR(
         HOCCL_CU(driver_, cuStreamWriteValue64(launch.stream, each.block->doneAddress,
                                                each.block->turn, CU_STREAM_WRITE_VALUE_DEFAULT)));
@@ -135,7 +133,7 @@ Status Launcher::copyAllIn() {
 
 bool Launcher::copies(const StreamLaunch& launch, bool out) const {
   return std::any_of(copies_.begin(), copies_.end(), [&](const StagedCopy& each) {
-    return each.copy.out == out && each.comm->mover == launch.mover && each.stream == launch.stream;
+    return each.copy.out == out && launch.has(each);
   });
 }
 

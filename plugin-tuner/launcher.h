@@ -72,6 +72,12 @@ class Launcher {
     CUstream stream = nullptr;
     MoverClient::Slot slot;
     bool issued = false;
+
+    /// Whether an operation, block or copy belongs to it.
+    template <typename Each>
+    [[nodiscard]] bool has(const Each& each) const {
+      return each.comm->mover == mover && each.stream == stream;
+    }
   };
   struct StagedBlock {
     SteeredComm* comm;

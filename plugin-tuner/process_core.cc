@@ -64,11 +64,9 @@ void ProcessCore::chooseAppCopies() {
        appCopiesOnly_
            ? "All its buffers take application-side copies, with three times the traffic on PCIe; "
              "HOCCL_APP_COPIES=unexportable avoids that, for a program that frees no buffer an "
-             "operation "
-             "has used before its communicators are destroyed"
+             "operation has used before its communicators are destroyed"
            : "What was used in a steered operation stays mapped by the mover for a while after it "
-             "is "
-             "freed");
+             "is freed");
 }
 
 std::uint64_t ProcessCore::waitCount(WaitKind kind) {

@@ -139,7 +139,8 @@ Status SteeredCall::stage(const void* buffer, std::uint64_t bytes, Buffer* out) 
   out->ref.allocationId = block.id;
   out->ref.allocationBase = reinterpret_cast<std::uint64_t>(block.memory.data());
   out->ref.allocationBytes = block.memory.size();
-  out->ref.offset = block.offset;
+  out->ref.offset =
+      static_cast<std::uint64_t>(block.data - static_cast<std::byte*>(block.memory.data()));
   out->address = reinterpret_cast<CUdeviceptr>(buffer);
   out->bytes = bytes;
   out->host = memory.host;

@@ -32,11 +32,6 @@ std::uint64_t stagingBlockBytes(std::uint64_t bytes) {
   return (bytes + quarter - 1) / quarter * quarter;
 }
 
-std::uint64_t StagingPool::held() const {
-  std::lock_guard lock(mutex_);
-  return held_;
-}
-
 /// The smallest free block, if it is not much larger than asked for.
 StagingPool::Block* StagingPool::takeFree(std::uint64_t bytes, bool* anyLargeEnough,
                                           std::uint64_t* used) {
@@ -60,7 +55,6 @@ Status StagingPool::makeBlock(std::uint64_t bytes, Block** out) {
   auto block = std::make_unique<Block>();
   block->id = nextId();
   block->bytes = bytes;
-  block->offset = kHeader;
   HOCCL_RETURN_IF_ERROR(SharedMemory::create("hoccl-staging", kHeader + bytes, &block->memory));
   auto* base = static_cast<std::byte*>(block->memory.data());
   block->data = base + kHeader;
@@ -73,7 +67,6 @@ Status StagingPool::makeBlock(std::uint64_t bytes, Block** out) {
   const Status given = mover_->addStaging(block->id, block->memory);
   block->memory.closeFd();
   block->turn = 1;
-  held_ += bytes;
   // Kept even so: to unpin it could wait for the device.
   block->lost = !given;
   blocks_.push_back(std::move(block));
@@ -99,8 +92,7 @@ Status StagingPool::take(std::uint64_t bytes, bool mayWait, const std::function<
         if (impatient && used + size > limit_) {
           logWarn(
               "application-side copies take more than HOCCL_APP_COPY_BYTES={}: {} bytes are in "
-              "use, and "
-              "none came free within {} ms",
+              "use, and none came free within {} ms",
               limit_, used, kPatienceMs);
         }
         return makeBlock(size, out).inContext(

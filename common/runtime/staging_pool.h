@@ -28,7 +28,6 @@ class StagingPool {
     std::uint64_t id = 0;  ///< BufferRef::allocationId
     std::uint64_t bytes = 0;
     std::byte* data = nullptr;
-    std::uint64_t offset = 0;  ///< of `data` in the shared memory
     /// Where the stream writes `turn` once it is through with the block.
     CUdeviceptr doneAddress = 0;
     std::uint64_t turn = 0;
@@ -71,8 +70,6 @@ class StagingPool {
   Status scratch(Block* block);
   /// A block that no stream will touch.
   static void giveBack(Block* block) { block->done->set(block->turn); }
-  /// Bytes in all blocks.
-  [[nodiscard]] std::uint64_t held() const;
 
  private:
   Block* takeFree(std::uint64_t bytes, bool* anyLargeEnough, std::uint64_t* used);
@@ -82,9 +79,8 @@ class StagingPool {
   CUcontext context_;
   MoverClient* mover_;
   std::uint64_t limit_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::uint64_t held_ = 0;
 };
 
 /// Bytes of the block for an operation of `bytes`: of the sizes 4, 5, 6 and 7 times a power of two
