@@ -2,7 +2,8 @@
 add_library(hoccl_options INTERFACE)
 target_include_directories(hoccl_options INTERFACE ${CMAKE_SOURCE_DIR})
 target_compile_options(hoccl_options INTERFACE -Wall -Wextra -Wpedantic -Werror=return-type)
-target_compile_definitions(hoccl_options INTERFACE _GNU_SOURCE)
+target_compile_definitions(hoccl_options INTERFACE
+  _GNU_SOURCE HOCCL_SANITIZED=$<BOOL:${HOCCL_SANITIZE}>)
 if(HOCCL_SANITIZE)
   target_compile_options(hoccl_options INTERFACE -fsanitize=${HOCCL_SANITIZE} -fno-omit-frame-pointer)
   target_link_options(hoccl_options INTERFACE -fsanitize=${HOCCL_SANITIZE})

@@ -87,20 +87,20 @@ void CommTable::remove(ncclComm_t comm) {
     if (!key) return;
     if (key != comm) continue;
     if (SteeredComm* gone = entry.value.exchange(nullptr, std::memory_order_acq_rel)) {
-      gone->removed = true;
-      ++removed_;
+      removed_.push_back(gone);
     }
     break;
   }
-  if (removed_ <= kKept) return;
-  const auto oldest = std::find_if(all_.begin(), all_.end(), [](auto& c) { return c->removed; });
+  if (removed_.size() <= kKept) return;
+  const auto oldest =
+      std::find_if(all_.begin(), all_.end(), [&](auto& c) { return c.get() == removed_.front(); });
   ++forgotten_.communicators;
   for (int i = 0; i < static_cast<int>(Path::kCount); ++i) {
     forgotten_.ops[i] += (*oldest)->counters[i].ops.load(std::memory_order_relaxed);
     forgotten_.bytes[i] += (*oldest)->counters[i].bytes.load(std::memory_order_relaxed);
   }
   all_.erase(oldest);
-  --removed_;
+  removed_.pop_front();
 }
 
 }  // namespace hoccl

@@ -83,7 +83,6 @@ struct SteeredComm {
   std::mutex errorMutex;
   Status failed;  ///< set-up failure or a launch that could not be made; guarded by errorMutex
   std::atomic<bool> hasFailed{false};
-  bool removed = false;   ///< guarded by the table's mutex
   std::string lastError;  ///< what ncclGetLastError returns; guarded by errorMutex
 
   PathCounters counters[static_cast<int>(Path::kCount)];
@@ -140,7 +139,7 @@ class CommTable {
   std::vector<Entry> entries_{kCapacity};
   mutable std::mutex mutex_;  ///< writers
   std::deque<std::unique_ptr<SteeredComm>> all_;
-  std::size_t removed_ = 0;  ///< of all_
+  std::deque<SteeredComm*> removed_;  ///< of all_, the one removed first in front
   Forgotten forgotten_;
 };
 

@@ -111,7 +111,7 @@ TEST(Calls, StrictPassesWhatIsSteeredAndWhatCannotBe) {
 }
 
 TEST(Calls, WarmSteeredCallsNeitherAllocateNorLockNorEnterTheKernel) {
-#if E2E_SANITIZED
+#if HOCCL_SANITIZED
   GTEST_SKIP() << "a sanitizer has its own malloc";
 #endif
   Job job("launchPath", 2);

@@ -216,8 +216,10 @@ TEST(Families, AThousandMadeAndEndedLeaveNothingBehind) {
     EXPECT_LE(late.threads, early.threads);
     EXPECT_LE(late.descriptors, early.descriptors + 4);
     EXPECT_LE(late.mappings, early.mappings + 40);
+#if !HOCCL_SANITIZED  // which keeps freed memory for a while
     // The process of the root keeps its verdicts for latecomers, up to a bound.
     EXPECT_LE(late.residentKib, early.residentKib + (i == 0 ? 1024 : 256));
+#endif
   }
 }
 

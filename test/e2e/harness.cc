@@ -14,7 +14,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 
 extern char** environ;
@@ -27,9 +26,15 @@ constexpr useconds_t kPauseUs = 2000;
 constexpr int kMoverSeconds = 5;  // rule 9's bound on tear-down
 constexpr std::size_t kTranscriptBytes = 6000;
 
+/// Empty if there is no such file or, below /proc, the process ends meanwhile.
 std::string read(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
+  std::string text;
+  if (FILE* file = std::fopen(path.c_str(), "re")) {
+    char part[4096];
+    while (const std::size_t got = std::fread(part, 1, sizeof part, file)) text.append(part, got);
+    std::fclose(file);
+  }
+  return text;
 }
 
 /// Parent and state of a process; false if there is none.
@@ -141,8 +146,10 @@ void Job::spawn(int rank) {
   environment["NCCLSTANDIN_LOG"] = path(fmt::format("calls{}", rank));
   environment["NCCLSTANDIN_TIMEOUT_MS"] = "15000";
   if (state.preload) environment["LD_PRELOAD"] = E2E_SHIM;
-#if E2E_SANITIZED
+#if HOCCL_SANITIZED
   environment["ASAN_OPTIONS"] = "verify_asan_link_order=0:detect_leaks=0";
+  // The watcher of a mover that died is joined with its client, which lives as long as the process.
+  environment["TSAN_OPTIONS"] = "report_thread_leaks=0";
 #endif
   for (const auto& [name, value] : environment_) environment[name] = value;
   for (const auto& [name, value] : state.environment) environment[name] = value;

@@ -36,6 +36,12 @@ void* operator new(std::size_t bytes) { return countedAllocation(bytes); }
 void* operator new[](std::size_t bytes) { return countedAllocation(bytes); }
 void* operator new(std::size_t bytes, std::align_val_t a) { return countedAllocation(bytes, a); }
 void* operator new[](std::size_t bytes, std::align_val_t a) { return countedAllocation(bytes, a); }
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return countedAllocation(bytes);
+}
+void* operator new[](std::size_t bytes, const std::nothrow_t&) noexcept {
+  return countedAllocation(bytes);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

@@ -139,12 +139,14 @@ TEST(MoverLoop, Rule3FinishFlagsOnlyGrowWhileSlotsAreUsedAgain) {
   });
   DeviceBuffer from(70'001), to(70'001);
   from.fill(1);
-  Ticket send, receive;
+  std::vector<Ticket> sends, receives;
   for (std::uint64_t i = 0; i < 60 && !HasFailure(); ++i) {
-    send = two.a->launch({sendTo(1, i, from)});
-    receive = two.b->launch({receiveFrom(0, i, to)});
+    sends.push_back(two.a->launch({sendTo(1, i, from)}));
+    receives.push_back(two.b->launch({receiveFrom(0, i, to)}));
   }
-  EXPECT_TRUE(two.a->waitFor(send) && two.b->waitFor(receive));
+  for (std::size_t i = 0; i < sends.size(); ++i) {
+    EXPECT_TRUE(two.a->waitFor(sends[i]) && two.b->waitFor(receives[i])) << i;
+  }
   stop = true;
   watcher.join();
   EXPECT_FALSE(fell);

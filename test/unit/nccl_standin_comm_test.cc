@@ -401,8 +401,10 @@ TEST(NcclStandinComm, ThousandRoundsLeaveNothing) {
                  before.residentKb, after.residentKb);
     RANK_CHECK(after.threads <= before.threads);
     RANK_CHECK(after.descriptors <= before.descriptors + 2);
+#if !HOCCL_SANITIZED  // which keeps freed memory for a while
     // The call log grows with the calls; everything else does not.
     RANK_CHECK(after.residentKb <= before.residentKb + 2048);
+#endif
     RANK_OK(nccl.ncclCommDestroy(world));
   });
 }

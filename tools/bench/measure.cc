@@ -133,7 +133,7 @@ Status NcclMeasurement::checkedTransfers(std::uint64_t* wrong, double* iteration
 
 Status NcclMeasurement::counts(Counts* out) {
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(set_->askAll("reading counters", {{"do", "counts"}}, &answers));
+  HOCCL_RETURN_IF_ERROR(ask("counts", "reading counters", {}, &answers));
   Counts sum;
   for (const Json& answer : answers) {
     if (const Json& steering = answer.at("steering"); !steering.is_null()) {
@@ -158,8 +158,8 @@ Status NcclMeasurement::counts(Counts* out) {
 Status NcclMeasurement::launches(const IterationPlan& plan, Row* row) {
   setting_.progress(fmt::format("{}: {}, launch cost", impl_, shapeText(shape_)));
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(ask("launch", "launch cost", {{"burst", plan.burst}, {"count", plan.bursts}},
-                             &answers));
+  HOCCL_RETURN_IF_ERROR(
+      ask("launch", "launch cost", {{"burst", plan.burst}, {"count", plan.bursts}}, &answers));
   for (const Json& answer : answers) {
     const auto samples = answer.at("launchNs").get<std::vector<double>>();
     row->launchUs = std::max(row->launchUs.value_or(0), median(samples) / 1e3);
@@ -242,12 +242,12 @@ Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
   }
   if (after.steeringKnown) {
     result->paths.known = true;
-    const std::uint64_t steered =
-        after.staged + after.appCopies - before.staged - before.appCopies;
+    const std::uint64_t steered = after.staged + after.appCopies - before.staged - before.appCopies;
     result->paths.steered += steered;
     result->paths.total += steered + after.nccl - before.nccl;
     result->reasons = after.reasons;
-    if ((row.path == "staged" || row.path == "app-copies") && !after.transport.empty()) row.transport = after.transport;
+    if ((row.path == "staged" || row.path == "app-copies") && !after.transport.empty())
+      row.transport = after.transport;
   }
   result->windows.push_back(window);
   result->rows.push_back(std::move(row));

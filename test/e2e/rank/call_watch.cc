@@ -183,7 +183,7 @@ CallWatch::Counts CallWatch::stop() {
   return tCounts;
 }
 
-#if !E2E_SANITIZED
+#if !HOCCL_SANITIZED
 namespace {
 using LockFunction = int (*)(pthread_mutex_t*);
 LockFunction realLock() {
@@ -197,7 +197,7 @@ LockFunction realLock() {
 }  // namespace e2e
 
 // What the whole process calls instead of the C library's. A sanitizer has its own.
-#if !E2E_SANITIZED
+#if !HOCCL_SANITIZED
 #define EXPORT __attribute__((visibility("default")))
 extern "C" {
 

@@ -111,7 +111,7 @@ Gate::~Gate() { cuda().memFreeHost(const_cast<std::uint64_t*>(flag_)); }
 void Gate::hold(CUstream stream) {
   REQUIRE_CU(cuda().streamWaitValue(stream, device_, 1, CU_STREAM_WAIT_VALUE_GEQ));
 }
-void Gate::open() { *flag_ = 1; }
+void Gate::open() { __atomic_store_n(flag_, 1, __ATOMIC_RELEASE); }
 
 Buffer::Buffer(std::size_t bytes, std::size_t offset)
     : bytes_(bytes), offset_(offset), memory_(total()), device_(memory_.address()) {
