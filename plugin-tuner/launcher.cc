@@ -230,8 +230,10 @@ Status Launcher::begin(bool waitToo, CUcontext current) {
       return status;
     }
   }
+  claim();
   for (StreamLaunch& launch : streams_) {
     if (Status status = issue(launch, true, waiting_, current); !status) {
+      handOverNothing();
       giveUp();
       return status;
     }
@@ -255,6 +257,22 @@ Status Launcher::wait() {
     if (Status status = issue(launch, false, true, nullptr); !status && first) first = status;
   }
   return first ? copyAllIn() : first;
+}
+
+/// Not before copies of the application, which can take as long as its stream.
+void Launcher::claim() {
+  place_.reset();
+  std::uint64_t place = 0;
+  if (ops_.size() == 1 && blocks_.empty() && ops_.front().comm->mover->claim(&place)) {
+    place_ = place;
+  }
+}
+
+void Launcher::handOverNothing() {
+  if (!place_) return;
+  OpDescriptor nothing{};
+  nothing.kind = OpKind::Nothing;
+  ops_.front().comm->mover->push(nothing, *place_);
 }
 
 void Launcher::handOver() {
@@ -287,7 +305,11 @@ void Launcher::handOver() {
     for (PendingOp& op : ops_) {
       if (op.comm->mover != lead.mover) continue;
       address(&op.descriptor);
-      lead.mover->push(op.descriptor);
+      if (place_) {
+        lead.mover->push(op.descriptor, *place_);
+      } else {
+        lead.mover->push(op.descriptor);
+      }
     }
     lead.mover->ring();
   }

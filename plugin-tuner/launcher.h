@@ -3,6 +3,7 @@
 #include <nccl.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -102,7 +103,9 @@ class Launcher {
   Status prepare();
   Status begin(bool waitToo, CUcontext current);
   Status issue(StreamLaunch& launch, bool start, bool wait, CUcontext current);
+  void claim();
   void handOver();
+  void handOverNothing();
   void giveUp();
 
   const Driver* driver_ = nullptr;
@@ -113,6 +116,7 @@ class Launcher {
   std::vector<std::pair<CUcontext, CUevent>> events_;  ///< kept; few
   bool waiting_ = false;                               ///< the stream waits already
   std::vector<MoverClient::Slot*> slots_;              ///< scratch
+  std::optional<std::uint64_t> place_;                 ///< in the op ring, of the only operation
 };
 
 }  // namespace hoccl

@@ -80,6 +80,13 @@ class MoverClient {
   [[nodiscard]] CUdeviceptr finishAddress(const Slot& slot) const {
     return registration_.deviceAddress(segment_.launch(slot.index).finish);
   }
+  /// Takes the place in the op ring of an operation that `push` has to give it, whatever happens; false
+  /// while the ring is full. Before the stream operations are issued: a locked instruction behind them
+  /// waits until the GPU has its doorbell.
+  [[nodiscard]] bool claim(std::uint64_t* place) { return segment_.tryClaim(place); }
+  void push(const OpDescriptor& descriptor, std::uint64_t place) {
+    segment_.fill(place, descriptor);
+  }
   /// Gives the mover an operation whose slot's stream operations have been issued.
   void push(const OpDescriptor& descriptor);
   /// After the last push of a launch: wakes the mover if it sleeps.

@@ -21,6 +21,8 @@ constexpr std::uint64_t kCopySpinFactor = 10;
 constexpr std::uint64_t kFirstNapNs = 1000;
 /// With nothing to do, naps go on for so long before the loop sleeps until it is rung.
 constexpr std::uint64_t kDrowsyNs = 10'000'000;
+constexpr std::uint64_t kRoundsBetweenLooks =
+    64;  ///< behind places that are claimed and not filled
 
 }  // namespace
 
@@ -63,7 +65,9 @@ void MoverLoop::run() {
 bool MoverLoop::takeOperations() {
   OpDescriptor descriptor;
   bool any = false;
-  while (segment_.tryPop(&descriptor)) {
+  // Seldom while it spins: that look takes a line away from the application.
+  const bool beyond = napNs_ > 0 || ++rounds_ % kRoundsBetweenLooks == 0;
+  while (segment_.tryPop(&descriptor, beyond)) {
     any = true;
     onDescriptor(descriptor);
   }
@@ -254,6 +258,8 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
     communicator = nullptr;
   }
   switch (descriptor.kind) {
+    case OpKind::Nothing:
+      return;
     case OpKind::ExtraStream:
       if (Launch* launch = launchOf(descriptor)) {
         // The first stream's slot names the launch; the further one's rides in pairSequence/bytes.

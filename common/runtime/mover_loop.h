@@ -144,6 +144,7 @@ class MoverLoop final : public LinkOwner {
   std::uint64_t stopDeadlineNs_ = 0;
   std::uint64_t lastProgressNs_ = 0;
   std::uint64_t napNs_ = 0;
+  std::uint64_t rounds_ = 0;
 };
 
 }  // namespace hoccl

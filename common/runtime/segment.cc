@@ -6,7 +6,9 @@ namespace hoccl {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t roundUp(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+constexpr std::size_t roundUp(std::size_t value, std::size_t to) {
+  return (value + to - 1) / to * to;
+}
 constexpr std::size_t kRingOffset = roundUp(sizeof(SegmentHeader), kPage);
 constexpr std::size_t kCommunicatorsOffset =
     roundUp(kRingOffset + sizeof(OpRingEntry) * kOpRingEntries, kPage);
@@ -47,15 +49,16 @@ Status Segment::attach(void* memory, std::size_t bytes, Segment* out) {
   Segment segment(memory);
   const SegmentHeader& header = segment.header();
   if (header.magic != kSegmentMagic) {
-    return Status::error(Code::InvalidArgument,
-                         fmt::format("torn segment: magic {:#x}, expected {:#x}", header.magic,
-                                     kSegmentMagic));
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("torn segment: magic {:#x}, expected {:#x}", header.magic, kSegmentMagic));
   }
   if (header.version != kSegmentVersion) {
-    return Status::error(Code::InvalidArgument,
-                         fmt::format("segment of version {}, this hoccl-mover speaks {}: library and "
-                                     "mover come from different builds",
-                                     header.version, kSegmentVersion));
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("segment of version {}, this hoccl-mover speaks {}: library and "
+                    "mover come from different builds",
+                    header.version, kSegmentVersion));
   }
   if (header.launchSlots == 0 || header.bytes != bytesFor(header.launchSlots) ||
       header.bytes != bytes) {
@@ -68,16 +71,14 @@ Status Segment::attach(void* memory, std::size_t bytes, Segment* out) {
   return {};
 }
 
-bool Segment::tryPush(const OpDescriptor& op) const {
+bool Segment::tryClaim(std::uint64_t* out) const {
   std::atomic<std::uint64_t>& tail = header().opTail;
   std::uint64_t position = tail.load(std::memory_order_relaxed);
   for (;;) {
-    OpRingEntry& entry = ring_[position % kOpRingEntries];
-    const std::uint64_t turn = entry.turn.load(std::memory_order_acquire);
+    const std::uint64_t turn = entry(position).turn.load(std::memory_order_acquire);
     if (turn == position) {
       if (tail.compare_exchange_weak(position, position + 1, std::memory_order_relaxed)) {
-        entry.op = op;
-        entry.turn.store(position + 1, std::memory_order_release);
+        *out = position;
         return true;
       }
     } else if (turn < position) {
@@ -88,20 +89,44 @@ bool Segment::tryPush(const OpDescriptor& op) const {
   }
 }
 
-bool Segment::tryPop(OpDescriptor* op) const {
+void Segment::fill(std::uint64_t position, const OpDescriptor& op) const {
+  OpRingEntry& its = entry(position);
+  its.op = op;
+  its.turn.store(position + 1, std::memory_order_release);
+}
+
+bool Segment::oldest(bool beyond, std::uint64_t* out) const {
   std::atomic<std::uint64_t>& head = header().opHead;
-  const std::uint64_t position = head.load(std::memory_order_relaxed);
-  OpRingEntry& entry = ring_[position % kOpRingEntries];
-  if (entry.turn.load(std::memory_order_acquire) != position + 1) return false;
-  *op = entry.op;
-  entry.turn.store(position + kOpRingEntries, std::memory_order_release);
-  head.store(position + 1, std::memory_order_relaxed);
+  std::uint64_t position = head.load(std::memory_order_relaxed);
+  std::uint64_t turn = entry(position).turn.load(std::memory_order_acquire);
+  // Taken before, perhaps while one in front of it was not filled; perhaps claimed anew since.
+  while (turn >= position + kOpRingEntries) {
+    turn = entry(++position).turn.load(std::memory_order_acquire);
+    head.store(position, std::memory_order_relaxed);
+  }
+  *out = position;
+  if (turn == position + 1 || !beyond) return turn == position + 1;
+  const std::uint64_t end = header().opTail.load(std::memory_order_acquire);
+  for (++position; position < end; ++position) {
+    if (entry(position).turn.load(std::memory_order_acquire) != position + 1) continue;
+    *out = position;
+    return true;
+  }
+  return false;
+}
+
+bool Segment::tryPop(OpDescriptor* op, bool beyond) const {
+  std::uint64_t position = 0;
+  if (!oldest(beyond, &position)) return false;
+  OpRingEntry& its = entry(position);
+  *op = its.op;
+  its.turn.store(position + kOpRingEntries, std::memory_order_release);
   return true;
 }
 
 bool Segment::empty() const {
-  const std::uint64_t position = header().opHead.load(std::memory_order_relaxed);
-  return ring_[position % kOpRingEntries].turn.load(std::memory_order_acquire) != position + 1;
+  std::uint64_t position = 0;
+  return !oldest(true, &position);
 }
 
 }  // namespace hoccl

@@ -16,7 +16,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 6;
+inline constexpr std::uint32_t kSegmentVersion = 7;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -24,15 +24,15 @@ inline constexpr std::uint32_t kDropSlots = 32;
 
 /// The flags of one launch slot. A launch is all steered operations of one outermost group on one
 /// stream. `start` is written by the user's stream, `finish` by a copy lane or the mover, and
-/// `released` by the mover when it has let go of the launch: a lane's `finish` shows before the mover has
-/// seen it, and the slot must not be used again in between.
+/// `released` by the mover when it has let go of the launch: a lane's `finish` shows before the
+/// mover has seen it, and the slot must not be used again in between.
 struct LaunchFlags {
   Flag start;
   Flag finish;
   Flag released;
 
-  /// May be given to the next launch after the one with that sequence. A start written late would step
-  /// back behind the next one's (rule 3), so it has to have come, too.
+  /// May be given to the next launch after the one with that sequence. A start written late would
+  /// step back behind the next one's (rule 3), so it has to have come, too.
   [[nodiscard]] bool free(std::uint64_t sequence) const {
     return released.reached(sequence) && start.reached(sequence);
   }
@@ -46,9 +46,10 @@ enum class OpKind : std::uint32_t {
   Close = 5,        ///< acknowledge when no operation of the communicator is left
   Drop = 6,         ///< unmap buffer.allocationId once no operation uses it; answered in a DropSlot
   DropIdle = 7,     ///< unmap every import that no operation uses; answered in a DropSlot
-  /// This rank's own block of a collective that sends it to others as well: a copy of what the send with
-  /// the same peer and pairSequence carries, which stands before it in the same launch.
+  /// This rank's own block of a collective that sends it to others as well: a copy of what the send
+  /// with the same peer and pairSequence carries, which stands before it in the same launch.
   Mirror = 8,
+  Nothing = 9,  ///< fills the place of an operation whose call failed
 };
 
 enum class BufferKind : std::uint32_t {
@@ -78,7 +79,8 @@ struct OpDescriptor {
   std::uint32_t launchOps;      ///< operations of this launch in all (the same in each)
   std::uint32_t launchStreams;  ///< streams of this launch, of which launchStreams-1 ExtraStream
   std::uint64_t bytes;
-  /// Which of the communicators that had this index; one that has ended takes no operation any more.
+  /// Which of the communicators that had this index; one that has ended takes no operation any
+  /// more.
   std::uint64_t generation;
   std::uint64_t pairSequence;  ///< counts the steered operations of (communicator, peer, direction)
   BufferRef buffer;
@@ -97,23 +99,24 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint32_t> state;      ///< CommunicatorState
   std::atomic<std::uint32_t> errorCode;  ///< hoccl::Code; not 0 once an operation has failed
   std::atomic<std::uint64_t> closes;     ///< Abort and Close descriptors acknowledged
-  std::atomic<std::uint64_t> generation; ///< the application counts it up for each new communicator
+  std::atomic<std::uint64_t>
+      generation;       ///< the application counts it up for each new communicator
   char errorText[400];  ///< complete before errorCode is set
-  /// On a line of their own: the mover writes them with every operation, and the launch path reads what
-  /// is above.
+  /// On a line of their own: the mover writes them with every operation, and the launch path reads
+  /// what is above.
   alignas(kCacheLine) std::atomic<std::uint64_t> sentBytes;
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
 };
 
-/// One request to let go of imports (Drop, DropIdle), and its answer. The descriptor names the slot in
-/// launchSlot and the request in launchSequence.
+/// One request to let go of imports (Drop, DropIdle), and its answer. The descriptor names the slot
+/// in launchSlot and the request in launchSequence.
 struct alignas(kCacheLine) DropSlot {
   /// Sequence of the last request here; the application takes the slot when `done` has reached it.
   std::atomic<std::uint64_t> request;
   std::atomic<std::uint64_t> described;  ///< the request that `pending` tells about
   std::atomic<std::uint64_t> unmapped;   ///< imports; complete before `done` is set
-  Flag done;         ///< nothing of it is mapped any more
-  char pending[256]; ///< what the mover waits for first; complete before `described` is set
+  Flag done;                             ///< nothing of it is mapped any more
+  char pending[256];  ///< what the mover waits for first; complete before `described` is set
 };
 
 struct alignas(kCacheLine) SegmentHeader {
@@ -126,7 +129,8 @@ struct alignas(kCacheLine) SegmentHeader {
   /// 1 while the mover sleeps without a bound: who adds an operation rings the event descriptor.
   alignas(kCacheLine) std::atomic<std::uint32_t> moverSleeps;
   std::atomic<std::uint32_t> moverDead;  ///< set by the application's watcher thread
-  /// 1: the application rings with light fences, so that a mover issues a heavy one before it sleeps.
+  /// 1: the application rings with light fences, so that a mover issues a heavy one before it
+  /// sleeps.
   std::atomic<std::uint32_t> lightFences;
   // What the mover did, for `hoccl` and the tests.
   alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
@@ -158,23 +162,39 @@ class Segment {
     return static_cast<std::size_t>(reinterpret_cast<const std::byte*>(&flag) - base_);
   }
 
-  /// Application side, any thread: appends an operation. False while the ring is full.
-  [[nodiscard]] bool tryPush(const OpDescriptor& op) const;
+  /// Application side, any thread: takes the next place in the ring, which `fill` has to follow.
+  /// False while the ring is full.
+  [[nodiscard]] bool tryClaim(std::uint64_t* position) const;
+  void fill(std::uint64_t position, const OpDescriptor& op) const;
+  /// Both at once.
+  [[nodiscard]] bool tryPush(const OpDescriptor& op) const {
+    std::uint64_t position = 0;
+    if (!tryClaim(&position)) return false;
+    fill(position, op);
+    return true;
+  }
   /// Asks for the cache lines the next tryPush writes; the mover had them last.
   void prefetchPush() const {
     const std::uint64_t position = header().opTail.load(std::memory_order_relaxed);
-    const auto* entry = reinterpret_cast<const std::byte*>(&ring_[position % kOpRingEntries]);
+    const auto* next = reinterpret_cast<const std::byte*>(&entry(position));
     for (std::size_t at = 0; at < sizeof(OpRingEntry); at += kCacheLine) {
-      __builtin_prefetch(entry + at, 1);
+      __builtin_prefetch(next + at, 1);
     }
   }
-  /// Mover side, one thread: takes the oldest operation. False when there is none.
-  [[nodiscard]] bool tryPop(OpDescriptor* op) const;
+  /// Mover side, one thread: takes the oldest operation. False when there is none. A thread may
+  /// stay in a driver call between `tryClaim` and `fill` for as long as its channel is full;
+  /// `beyond` looks for operations behind such places, too, and reads a line that the producers
+  /// write.
+  [[nodiscard]] bool tryPop(OpDescriptor* op, bool beyond) const;
+  /// No operation there, behind claimed places neither. Mover side.
   [[nodiscard]] bool empty() const;
 
  private:
   explicit Segment(void* memory) : base_(static_cast<std::byte*>(memory)) {}
   void locate();
+  OpRingEntry& entry(std::uint64_t position) const { return ring_[position % kOpRingEntries]; }
+  /// The place of the oldest operation; false when there is none.
+  bool oldest(bool beyond, std::uint64_t* position) const;
 
   std::byte* base_ = nullptr;
   OpRingEntry* ring_ = nullptr;

@@ -45,6 +45,13 @@ TEST(Calls, WhatNcclRefusesOrIgnoresReachesIt) {
   }
 }
 
+TEST(Calls, AFailedDriverCallStopsNothingBehindIt) {
+  Job job("deadStream", 2);
+  job.env("EMUCUDA_DILATION", "1");
+  job.finish(60);
+  EXPECT_NE(job.errors(0).find("cuStreamBatchMemOp"), std::string::npos) << job.errors(0);
+}
+
 TEST(Calls, CountersAgreeWithWhatWasDone) {
   Job job("counters", 2);
   job.env("HOCCL_STATS", "1").finish();

@@ -117,12 +117,12 @@ TEST(OpRing, KeepsOrderOverManyRounds) {
   const Segment segment = Segment::create(memory.data.get(), kSlots);
   std::uint64_t in = 0, out = 0;
   OpDescriptor op{};
-  EXPECT_FALSE(segment.tryPop(&op));
+  EXPECT_FALSE(segment.tryPop(&op, false));
   while (out < 5 * kOpRingEntries) {
     for (int i = 0; i < 777; ++i) {
       if (segment.tryPush(numbered(1, in))) ++in;
     }
-    for (int i = 0; i < 700 && segment.tryPop(&op); ++i) {
+    for (int i = 0; i < 700 && segment.tryPop(&op, false); ++i) {
       ASSERT_EQ(op.pairSequence, out);
       ASSERT_EQ(op.buffer.allocationId, ~out);
       ++out;
@@ -137,16 +137,68 @@ TEST(OpRing, FullUntilTheMoverTakesOne) {
   EXPECT_FALSE(segment.tryPush(numbered(0, 1)));
   EXPECT_FALSE(segment.tryPush(numbered(0, 2)));
   OpDescriptor op{};
-  ASSERT_TRUE(segment.tryPop(&op));
+  ASSERT_TRUE(segment.tryPop(&op, false));
   EXPECT_EQ(op.pairSequence, 0u);
   EXPECT_TRUE(segment.tryPush(numbered(0, kOpRingEntries)));
   EXPECT_FALSE(segment.tryPush(numbered(0, 3)));
   for (std::uint64_t i = 1; i <= kOpRingEntries; ++i) {
-    ASSERT_TRUE(segment.tryPop(&op));
+    ASSERT_TRUE(segment.tryPop(&op, false));
     ASSERT_EQ(op.pairSequence, i);
   }
   EXPECT_TRUE(segment.empty());
-  EXPECT_FALSE(segment.tryPop(&op));
+  EXPECT_FALSE(segment.tryPop(&op, false));
+}
+
+/// A thread that stays in its driver call holds up no other one's operations.
+TEST(OpRing, Rule7OperationsBehindAClaimedPlaceAreTaken) {
+  Memory memory(Segment::bytesFor(kSlots));
+  const Segment segment = Segment::create(memory.data.get(), kSlots);
+  OpDescriptor op{};
+  for (std::uint64_t round = 0; round < 3 * kOpRingEntries; ++round) {
+    std::uint64_t place = 0;
+    ASSERT_TRUE(segment.tryClaim(&place));
+    ASSERT_TRUE(segment.empty());
+    ASSERT_TRUE(segment.tryPush(numbered(1, round)));
+    ASSERT_TRUE(segment.tryPush(numbered(2, round)));
+    ASSERT_FALSE(segment.empty());
+    ASSERT_FALSE(segment.tryPop(&op, false));
+    ASSERT_TRUE(segment.tryPop(&op, true));
+    ASSERT_EQ(op.communicator, 1u);
+    if (round % 2) {
+      ASSERT_TRUE(segment.tryPop(&op, true));
+      ASSERT_EQ(op.communicator, 2u);
+      ASSERT_TRUE(segment.empty());
+    }
+    segment.fill(place, numbered(0, round));
+    ASSERT_TRUE(segment.tryPop(&op, false));
+    ASSERT_EQ(op.communicator, 0u);
+    ASSERT_EQ(op.pairSequence, round);
+    if (round % 2 == 0) {
+      ASSERT_TRUE(segment.tryPop(&op, false));
+      ASSERT_EQ(op.communicator, 2u);
+    }
+    ASSERT_FALSE(segment.tryPop(&op, true));
+  }
+}
+
+TEST(OpRing, AClaimedPlaceEndsARound) {
+  Memory memory(Segment::bytesFor(kSlots));
+  const Segment segment = Segment::create(memory.data.get(), kSlots);
+  OpDescriptor op{};
+  std::uint64_t place = 0, further = 0;
+  ASSERT_TRUE(segment.tryClaim(&place));
+  for (std::uint64_t i = 1; i < kOpRingEntries; ++i) {
+    ASSERT_TRUE(segment.tryPush(numbered(1, i)));
+    ASSERT_TRUE(segment.tryPop(&op, true));
+    ASSERT_EQ(op.pairSequence, i);
+  }
+  EXPECT_FALSE(segment.tryClaim(&further));
+  segment.fill(place, numbered(1, 0));
+  ASSERT_TRUE(segment.tryPop(&op, false));
+  EXPECT_EQ(op.pairSequence, 0u);
+  ASSERT_TRUE(segment.tryPush(numbered(1, kOpRingEntries)));
+  ASSERT_TRUE(segment.tryPop(&op, false));
+  EXPECT_EQ(op.pairSequence, kOpRingEntries);
 }
 
 TEST(OpRing, FourProducersLoseAndTearNothing) {
@@ -159,7 +211,10 @@ TEST(OpRing, FourProducersLoseAndTearNothing) {
   for (std::uint32_t p = 0; p < kProducers; ++p) {
     producers.emplace_back([&, p] {
       for (std::uint64_t i = 0; i < kEach && !deadline.passed(); ++i) {
-        while (!segment.tryPush(numbered(p, i)) && !deadline.passed()) std::this_thread::yield();
+        std::uint64_t place = 0;
+        while (!segment.tryClaim(&place) && !deadline.passed()) std::this_thread::yield();
+        if (i % 100 == p) std::this_thread::yield();
+        segment.fill(place, numbered(p, i));
       }
     });
   }
@@ -168,7 +223,7 @@ TEST(OpRing, FourProducersLoseAndTearNothing) {
   bool torn = false;
   while (taken < kProducers * kEach && !deadline.passed() && !torn) {
     OpDescriptor op{};
-    if (!segment.tryPop(&op)) {
+    if (!segment.tryPop(&op, taken % 3 == 0)) {
       std::this_thread::yield();
       continue;
     }

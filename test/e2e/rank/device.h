@@ -38,6 +38,7 @@ namespace e2e {
   X(copyToDevice, cuMemcpyHtoDAsync)                    \
   X(copyToHost, cuMemcpyDtoHAsync)                      \
   X(streamCreate, cuStreamCreate)                       \
+  X(streamDestroy, cuStreamDestroy_v2)                  \
   X(streamQuery, cuStreamQuery)                         \
   X(streamWaitValue, cuStreamWaitValue64)               \
   X(streamBeginCapture, cuStreamBeginCapture)           \

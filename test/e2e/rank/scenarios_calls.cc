@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::size_t kSteered = 300001;
 constexpr std::size_t kSmall = 1003;
+constexpr std::size_t kRingBytes = 64 << 10;
 
 /// One send and receive of `bytes` both ways in a group.
 void exchange(const Rank& rank, ncclComm_t comm, std::size_t bytes, std::uint64_t tag) {
@@ -57,6 +58,32 @@ void capture(const Rank& rank) {
   exchange(rank, comm, kSteered, 2);
   sayStats();
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+/// A call whose driver call fails leaves nothing in the op ring that would stop the ones behind it,
+/// more of them than the ring holds.
+void deadStream(const Rank& rank) {
+  constexpr int kMoreThanTheRingHolds = 5000;
+  ncclComm_t broken = rank.communicator("broken"), sound = rank.communicator("sound");
+  Buffer buffer(kRingBytes);
+  if (rank.rank == 0) {
+    CUstream stream = newStream();
+    REQUIRE_CU(cuda().streamDestroy(stream));
+    const ncclResult_t result =
+        nccl().ncclSend(buffer.data(), kRingBytes, ncclUint8, 1, broken, stream);
+    REQUIRE(result != ncclSuccess && result != ncclInProgress, "a send on a dead stream: {}",
+            static_cast<int>(result));
+  }
+  CUstream stream = newStream();
+  for (int i = 0; i < kMoreThanTheRingHolds; ++i) {
+    REQUIRE_NCCL(rank.rank == 0
+                     ? nccl().ncclSend(buffer.data(), kRingBytes, ncclUint8, 1, sound, stream)
+                     : nccl().ncclRecv(buffer.data(), kRingBytes, ncclUint8, 0, sound, stream));
+    if (i % 100 == 99) awaitStream(stream, fmt::format("operation {}", i));
+  }
+  exchange(rank, sound, kSteered, 3);
+  REQUIRE_NCCL(nccl().ncclCommAbort(broken));
+  REQUIRE_NCCL(nccl().ncclCommDestroy(sound));
 }
 
 /// What NCCL refuses or ignores reaches it as it is.
@@ -159,7 +186,7 @@ void strict(const Rank& rank) {
 
 const std::vector<Scenario> kCallScenarios = {
     {"capture", capture}, {"oddCalls", oddCalls}, {"counters", counters},
-    {"plain", plain},     {"strict", strict},
+    {"plain", plain},     {"strict", strict},     {"deadStream", deadStream},
 };
 
 }  // namespace e2e
