@@ -133,7 +133,7 @@ Status NcclMeasurement::checkedTransfers(std::uint64_t* wrong, double* iteration
 
 Status NcclMeasurement::counts(Counts* out) {
   std::vector<Json> answers;
-  HOCCL_RETURN_IF_ERROR(ask("counts", "reading counters", {}, &answers));
+  HOCCL_RETURN_IF_ERROR(ask("counts", "reading counters", Json::object(), &answers));
   Counts sum;
   for (const Json& answer : answers) {
     if (const Json& steering = answer.at("steering"); !steering.is_null()) {
