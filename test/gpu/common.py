@@ -43,6 +43,8 @@ class Install:
         lib = "plugin-tuner" if self.build_tree else self._lib_folder(root)
         self.shim = os.path.join(root, lib, "libnccl-tuner-hoccl.so")
         self.core = os.path.join(root, lib, "libhoccl.so")
+        net = "plugin-net" if self.build_tree else lib
+        self.net_plugin = os.path.join(root, net, "libnccl-net-hoccl.so")
         self.mover = os.path.join(root, "mover" if self.build_tree else "bin", "hoccl-mover")
         if not self.build_tree and not os.path.exists(self.mover):
             self.mover = os.path.join(root, "libexec", "hoccl-mover")
