@@ -29,6 +29,7 @@ struct BundleOptions {
   std::string name = "hoccl";      ///< of the threads and in messages
 
   static constexpr unsigned kMaxSockets = 64;  ///< data sockets of one bundle
+  static constexpr std::uint64_t kMaxPieceBytes = 64 << 20;
   /// HOCCL_SOCKET_NTHREADS and HOCCL_NSOCKS_PERTHREAD, else NCCL's, else the defaults;
   /// HOCCL_TIMEOUT_MS.
   static Status fromEnvironment(const Config& config, BundleOptions* out);

@@ -61,10 +61,11 @@ class FramedSocket {
  public:
   enum class Io {
     Moved,    ///< something moved; more may at once (the budget ran out)
-    Blocked,  ///< the socket has no room, or nothing to read: wait for it
+    Blocked,  ///< the socket has no room, or nothing more to read: wait for it (a peer's end may
+              ///< lie behind what was read)
     Idle,     ///< sending: nothing queued. Receiving: the sink said not now
     Ended,    ///< receiving: the peer closed its side between two frames
-    Failed,   ///< see status(); stays so
+    Failed,   ///< see status(); stays so. After sending failed, receiving may still go on
   };
 
   FramedSocket(UniqueFd fd, const FrameLimits& limits);
@@ -81,16 +82,22 @@ class FramedSocket {
   /// Receives until the socket has nothing more, the sink says not now, or about `budget` bytes
   /// have come.
   Io receive(FrameSink& sink, std::size_t budget);
-  [[nodiscard]] const Status& status() const { return status_; }
+  [[nodiscard]] const Status& status() const { return status_ ? sendStatus_ : status_; }
+  /// It failed because of what the peer sent.
+  [[nodiscard]] bool nonsense() const { return nonsense_; }
   /// Inside a frame, received in part.
   [[nodiscard]] bool midFrame() const;
 
  private:
   Io fail(Status status);
-  Io takeBuffered(FrameSink& sink, bool* again);
+  Io refuse(Status status);
+  Io takeBuffered(FrameSink& sink);
+  bool arrivedUpTo(FrameSink& sink, std::uint64_t bytes);
   UniqueFd fd_;
   FrameLimits limits_;
-  Status status_;
+  bool nonsense_ = false;
+  Status status_;      ///< of receiving
+  Status sendStatus_;  ///< of sending, which may fail while there is still something to receive
 
   std::vector<OutFrame> queue_;  ///< a ring
   std::size_t head_ = 0, queued_ = 0;
