@@ -37,7 +37,8 @@ class TcpBundle final : public Bundle {
       : peerText_(std::move(peerText)),
         control_(std::move(sockets.control),
                  {.maxPayload = kMaxControlPayload, .readAhead = kControlReadAhead, .queue = 1}),
-        workers_({std::move(sockets.life), std::move(sockets.data)}, options, dataSink, peerText_) {
+        workers_({std::move(sockets.life), std::move(sockets.data), control_.fd()}, options,
+                 dataSink, peerText_) {
     backlog_.reserve(2 * kControlBacklog);
   }
   ~TcpBundle() override { ::shutdown(control_.fd(), SHUT_WR); }
@@ -69,6 +70,7 @@ class TcpBundle final : public Bundle {
     if (sent == sizeof header + bytes) return true;
     keep(&header, sizeof header);
     keep(payload, bytes);
+    workers_.awaitControlRoom();
     return true;
   }
 
@@ -154,7 +156,10 @@ class TcpBundle final : public Bundle {
     if (flushed_ == backlog_.size()) {
       backlog_.clear();
       flushed_ = 0;
-    } else if (flushed_ > kControlBacklog / 2) {
+      return;
+    }
+    workers_.awaitControlRoom();
+    if (flushed_ > kControlBacklog / 2) {
       backlog_.erase(backlog_.begin(), backlog_.begin() + static_cast<std::ptrdiff_t>(flushed_));
       flushed_ = 0;
     }

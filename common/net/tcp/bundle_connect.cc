@@ -52,6 +52,10 @@ class Connecting final : public BundleSetup {
     for (std::size_t i = 0; i < ends_.size(); ++i) {
       if (Status status = open(ends_[i], i); !status) return status;
     }
+    // Over loopback the connections stand already.
+    for (End& end : ends_) {
+      if (problem_) greet(end);
+    }
     return {};
   }
 

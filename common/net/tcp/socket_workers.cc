@@ -63,6 +63,7 @@ SocketWorkers::SocketWorkers(Sockets sockets, const BundleOptions& options, Fram
       sink_(sink),
       peerText_(std::move(peerText)),
       life_(std::move(sockets.life)),
+      control_(sockets.control),
       watchEvent_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       ring_(kRing),
       dataSockets_(static_cast<unsigned>(sockets.data.size())),
@@ -112,6 +113,7 @@ Status SocketWorkers::start() {
       added = added && add(socket.framed.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &socket);
     }
     if (worker->index == 0) added = added && add(life_.get(), EPOLLIN | EPOLLRDHUP, &life_);
+    if (worker->index == 0) watchControl(EPOLL_CTL_ADD, 0);
     if (!added) return Status::fromErrno("epoll_ctl of a socket thread", errno);
   }
   // Signals are for the application's own threads.
@@ -222,12 +224,23 @@ void SocketWorkers::ended(Socket& socket, const Status& why, bool now) {
   end(why, now);
 }
 
+/// The message that a nudge is about comes on the control socket, perhaps after the nudge.
+void SocketWorkers::watchControl(int operation, std::uint32_t events) {
+  epoll_event event{};
+  event.events = events | EPOLLONESHOT;
+  event.data.ptr = &control_;
+  ::epoll_ctl(workers_[0]->epoll.get(), operation, control_, &event);
+}
+
+void SocketWorkers::awaitControlRoom() { watchControl(EPOLL_CTL_MOD, EPOLLIN | EPOLLOUT); }
+
 bool SocketWorkers::readLife() {
   char bytes[64];
   for (;;) {
     const ssize_t got = ::recv(life_.get(), bytes, sizeof bytes, MSG_DONTWAIT);
     if (got > 0) {
       ring(watchEvent_.get());
+      watchControl(EPOLL_CTL_MOD, EPOLLIN);
       continue;
     }
     if (got < 0 && errno == EINTR) continue;
@@ -254,6 +267,10 @@ bool SocketWorkers::takeEvents(Worker& worker, int timeoutMs) {
       std::uint64_t rings = 0;
       [[maybe_unused]] ssize_t got = ::read(worker.event.get(), &rings, sizeof rings);
       any = true;
+      continue;
+    }
+    if (events[i].data.ptr == &control_) {
+      ring(watchEvent_.get());
       continue;
     }
     if (events[i].data.ptr == &life_) {

@@ -24,6 +24,7 @@ class SocketWorkers {
   struct Sockets {
     UniqueFd life;
     std::vector<UniqueFd> data;
+    int control = -1;  ///< the owner's; only watched
   };
   SocketWorkers(Sockets sockets, const BundleOptions& options, FrameSink* sink,
                 std::string peerText);
@@ -36,6 +37,8 @@ class SocketWorkers {
   [[nodiscard]] bool post(const Transfer& transfer);
   void resume();
   void nudge();
+  /// The watch rings once when the control socket has room again. Any thread.
+  void awaitControlRoom();
 
   /// The connection ends because of `why`. What has come is still read, for a moment; or, if `now`,
   /// nothing any more. The first reason is kept. Any thread.
@@ -58,6 +61,8 @@ class SocketWorkers {
   bool receiveOn(Worker& worker, Socket& socket);
   bool takeEvents(Worker& worker, int timeoutMs);
   bool readLife();
+  void watchControl(int operation, std::uint32_t events);
+
   void ended(Socket& socket, const Status& why, bool now);
   void finishEnding();
   void wake(Worker& worker);
@@ -66,6 +71,7 @@ class SocketWorkers {
   FrameSink* sink_;
   std::string peerText_;
   UniqueFd life_;
+  int control_;
   bool lifeEnded_ = false;
   UniqueFd watchEvent_;
   TransferRing ring_;
