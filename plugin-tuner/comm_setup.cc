@@ -9,6 +9,7 @@
 
 #include "common/base/host_identity.h"
 #include "common/base/log.h"
+#include "common/net/transport_set.h"
 #include "plugin-tuner/process_core.h"
 #include "plugin-tuner/real_nccl.h"
 
@@ -27,7 +28,8 @@ struct Where {
 /// Second phase: where its mover is reached; all zero for a rank without pairs to steer.
 struct MoverPlace {
   PeerId mover;
-  char address[kAddressBytes] = {};
+  char shmAddress[kAddressBytes] = {};
+  char tcpAddress[kAddressBytes] = {};
 };
 
 template <typename T>
@@ -62,7 +64,18 @@ Agreement::Options agreementOptions() {
   return options;
 }
 
-bool steerable(const Where& a, const Where& b) { return a.node != b.node && a.host == b.host; }
+/// How the movers of two ranks reach each other; null if they do not. HOCCL_TRANSPORT is part of the
+/// policy, so that every rank answers alike.
+const char* transportBetween(const Where& a, const Where& b) {
+  const std::string& wanted = ProcessCore::get().config().transport;
+  if (wanted == "tcp") return "tcp";
+  if (a.host == b.host) return "shm";
+  return wanted == "shm" ? nullptr : "tcp";
+}
+
+bool steerable(const Where& a, const Where& b) {
+  return a.node != b.node && transportBetween(a, b) != nullptr;
+}
 
 }  // namespace
 
@@ -230,16 +243,21 @@ void CommSetup::onWhere() {
   comm_->allReachAll = std::all_of(comm_->reachesAll.begin(), comm_->reachesAll.end(),
                                    [](bool reaches) { return reaches; });
   if (!anyPair) {
-    plain("no two ranks are on different nodes that the shm transport connects", LogLevel::Info);
+    plain(ProcessCore::get().config().transport == "shm"
+              ? "no two ranks are on different nodes that the shm transport connects"
+              : "all ranks are on one node",
+          LogLevel::Info);
     return;
   }
   const auto self = static_cast<std::size_t>(comm_->rank);
   bool own = false;
   reachable_.assign(places.size(), false);
+  transports_.assign(places.size(), "");
   peers_.assign(places.size(), PeerRecord{});
   for (std::size_t i = 0; i < places.size(); ++i) {
     reachable_[i] = i != self && steerable(places[self], places[i]);
     own = own || reachable_[i];
+    if (reachable_[i]) transports_[i] = transportBetween(places[self], places[i]);
     peers_[i].pid = places[i].pid;
     std::memcpy(peers_[i].host, places[i].hostName, sizeof peers_[i].host);
   }
@@ -256,7 +274,14 @@ void CommSetup::onWhere() {
       status = ProcessCore::get().moverFor(device, &comm_->context, &comm_->waits, &mover_);
     if (status) {
       place.mover = mover_->id();
-      setText(place.address, mover_->address());
+      setText(place.shmAddress, mover_->shmAddress());
+      setText(place.tcpAddress, mover_->tcpAddress());
+      const bool needsTcp =
+          std::find(transports_.begin(), transports_.end(), "tcp") != transports_.end();
+      if (needsTcp && mover_->tcpAddress().empty()) {
+        veto = fmt::format("its mover cannot be reached over tcp: {}", mover_->tcpProblem());
+        logError("rank {}: {}", comm_->rank, veto);
+      }
     } else {
       logError("rank {}: {}", comm_->rank, status.message());
       veto = status.message();
@@ -275,7 +300,11 @@ void CommSetup::onMovers() {
     }
     if (!reachable_[i]) continue;
     peers_[i].mover = place.mover;
-    std::memcpy(peers_[i].address, place.address, sizeof peers_[i].address);
+    if (transports_[i].empty()) continue;  // this rank itself
+    setText(peers_[i].address,
+            TransportSet::prefixed(transports_[i], getText(transports_[i] == "tcp"
+                                                               ? place.tcpAddress
+                                                               : place.shmAddress)));
   }
   std::string veto;
   if (mover_) {

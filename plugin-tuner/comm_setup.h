@@ -45,6 +45,7 @@ class CommSetup {
   bool added_ = false;
   std::vector<PeerRecord> peers_;
   std::vector<bool> reachable_;
+  std::vector<std::string> transports_;  ///< to each reachable rank
 };
 
 /// The agreement in which a rank answers a roll call; finished when every rank of the parent has.

@@ -54,6 +54,16 @@ namespace hoccl {
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \
     "how the application's streams wait: by memory operations, by a kernel of one warp, by memory "  \
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \
+  X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp", 1,                          \
+    "how movers reach each other: shm on one host and tcp between hosts (auto), shm alone, so that "  \
+    "nothing is steered between hosts, or tcp even on one host")                                    \
+  X(socketIfname, Text, "HOCCL_SOCKET_IFNAME", "", 0, 0, "", 0,                                     \
+    "network interfaces for tcp, by the rules of NCCL_SOCKET_IFNAME (prefixes; = exact, ^ all but); "  \
+    "default: NCCL_SOCKET_IFNAME")                                                                  \
+  X(socketThreads, Count, "HOCCL_SOCKET_NTHREADS", "0", 0, 16, "", 0,                               \
+    "threads of a tcp connection to a peer; 0: NCCL_SOCKET_NTHREADS, else the default")             \
+  X(socketsPerThread, Count, "HOCCL_NSOCKS_PERTHREAD", "0", 0, 16, "", 0,                           \
+    "sockets of each such thread; 0: NCCL_NSOCKS_PERTHREAD, else the default")                      \
   X(mover, Text, "HOCCL_MOVER_PATH", "", 0, 0, "", 0,                                               \
     "the hoccl-mover executable; default: beside the library, ../bin or ../libexec")                \
   X(coreLib, Text, "HOCCL_CORE_LIB", "", 0, 0, "", 0,                                               \

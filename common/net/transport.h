@@ -99,6 +99,10 @@ class Connection {
   /// out whether the peer is gone. Any one thread, not necessarily that of the other calls.
   [[nodiscard]] virtual int watchFd() const = 0;
   virtual void watch() = 0;
+
+  /// Nothing of this side is on its way any more: the peer would get all of it if this process
+  /// ended now. Only for tear-down.
+  [[nodiscard]] virtual bool drained() const { return true; }
 };
 
 /// A connection being made by either side. `watchFd` becomes readable (or the deadline passes) when

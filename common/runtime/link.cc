@@ -34,10 +34,14 @@ struct ChunkRules {
     --c.link->outCopying_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
+  static void awaitWrite(Chunk& c) {
+    countCopied(c);
+    ++c.link->outSending_;
+  }
+  static void countWritten(Chunk& c) { --c.link->outSending_; }
   static bool writeTaken(const Chunk& c) {
     return c.link->peerAbandoned_ || c.link->connection_->tryWrite(c.slot, c.length, c.turn);
   }
-  static void nothing(Chunk&) {}
   static bool emptied(const Chunk& c) {
     return (c.link->peerAbandoned_ || c.place.credit->reached(c.turn)) &&
            c.link->mirrors_[c.slot].state == ChunkState::Idle;
@@ -93,8 +97,8 @@ using Rule = Transition<ChunkState, Chunk>;
 constexpr Rule kOutRules[] = {
     {ChunkState::Copying, ChunkState::HandedOver, ChunkRules::copiedShared,
      ChunkRules::countCopied},
-    {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::countCopied},
-    {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::nothing},
+    {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::awaitWrite},
+    {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::countWritten},
     {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::emptied, ChunkRules::freeOut},
 };
 
@@ -333,6 +337,11 @@ void Link::abandonPeer(std::vector<Op*>* torn) {
     if (chunk.op) torn->push_back(chunk.op);
     if (std::exchange(chunk.early, false)) --early_;
   }
+}
+
+bool Link::drained() const {
+  if (!connection_ || shared_ || peerAbandoned_ || connection_->peerGone()) return true;
+  return outSending_ == 0 && backlog_.empty() && connection_->drained();
 }
 
 }  // namespace hoccl

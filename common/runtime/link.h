@@ -128,8 +128,11 @@ class Link {
   [[nodiscard]] bool quiet() const { return outBusy_ == 0 && !active(); }
   /// Something here moves, or waits only for room.
   [[nodiscard]] bool active() const {
-    return outCopying_ > 0 || inBusy_ > early_ || !sends_.empty() || !backlog_.empty();
+    return outCopying_ + outSending_ > 0 || inBusy_ > early_ || !sends_.empty() || !backlog_.empty();
   }
+  /// What this side's slots and messages held for the peer is on its host, or never will be. Some
+  /// system calls.
+  [[nodiscard]] bool drained() const;
   /// Copies on this side's lanes that touch this link's slots.
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
   /// There are such copies, or bytes here that somebody is still to have.
@@ -171,6 +174,7 @@ class Link {
   std::vector<Message> backlog_;            ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;  ///< mirror slots count as in-slots, here and below
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
+  std::uint32_t outSending_ = 0;  ///< out-slots whose write the connection has not taken
   std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;
   std::uint32_t early_ = 0;  ///< in-slots that wait for their receive

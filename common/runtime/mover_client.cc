@@ -186,7 +186,9 @@ Status MoverClient::greet(const std::string& gpuUuid) {
   }
   up_ = true;
   id_ = reply.mover;
-  address_ = getText(reply.address);
+  shmAddress_ = getText(reply.shmAddress);
+  tcpAddress_ = getText(reply.tcpAddress);
+  tcpProblem_ = getText(reply.text);
   return {};
 }
 

@@ -42,7 +42,11 @@ class MoverClient {
   ~MoverClient();
 
   [[nodiscard]] const PeerId& id() const { return id_; }
-  [[nodiscard]] const std::string& address() const { return address_; }
+  /// Where its peers reach it by each transport; empty where it does not listen.
+  [[nodiscard]] const std::string& shmAddress() const { return shmAddress_; }
+  [[nodiscard]] const std::string& tcpAddress() const { return tcpAddress_; }
+  /// Why `tcpAddress` is empty.
+  [[nodiscard]] const std::string& tcpProblem() const { return tcpProblem_; }
   [[nodiscard]] pid_t pid() const { return pid_; }
   [[nodiscard]] const Segment& segment() const { return segment_; }
 
@@ -117,7 +121,7 @@ class MoverClient {
   pid_t pid_ = -1;
   bool up_ = false;  ///< the mover has answered
   PeerId id_;
-  std::string address_;
+  std::string shmAddress_, tcpAddress_, tcpProblem_;
   std::string gpuUuid_;
   std::thread watcher_;
   bool silent_ = false;  ///< a request was not answered: a late answer would be taken for another's

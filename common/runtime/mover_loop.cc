@@ -241,7 +241,10 @@ void MoverLoop::rest(bool moved) {
 }
 
 void MoverLoop::tryStop() {
-  const bool quiet = out_.inFlight + in_.inFlight == 0;
+  // Without shared slots what has been copied out still has to reach the peer.
+  const bool quiet =
+      out_.inFlight + in_.inFlight == 0 &&
+      std::all_of(links_.begin(), links_.end(), [](const auto& e) { return e.second->drained(); });
   if (quiet || monotonicNs() > stopDeadlineNs_) stopped_ = true;
 }
 

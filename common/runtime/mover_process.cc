@@ -18,6 +18,8 @@
 #include "common/gpu/driver.h"
 #include "common/gpu/lane.h"
 #include "common/net/shm/shm_transport.h"
+#include "common/net/tcp/tcp_transport.h"
+#include "common/net/transport_set.h"
 #include "common/runtime/mover_control.h"
 #include "common/runtime/mover_loop.h"
 #include "common/runtime/mover_protocol.h"
@@ -39,9 +41,11 @@ struct MoverProcess {
   MoverQueues queues;
   std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in;
   PeerId self;
-  std::unique_ptr<Transport> transport;
+  std::unique_ptr<TransportSet> transports;
+  std::string tcpProblem;  ///< why peers on other hosts do not reach this mover
 
   Status open(int socket);
+  Status openTransports();
   Status openDevice(const std::string& uuid);
 };
 
@@ -76,8 +80,27 @@ Status MoverProcess::open(int socket) {
 
   HOCCL_RETURN_IF_ERROR(random64(&self.high));
   HOCCL_RETURN_IF_ERROR(random64(&self.low));
+  return openTransports();
+}
+
+Status MoverProcess::openTransports() {
   const StagingGeometry geometry{static_cast<std::uint32_t>(config.slots), config.slotBytes};
-  return makeShmTransport(self, geometry, &transport);
+  HOCCL_RETURN_IF_ERROR(TransportSet::create(&transports));
+  if (config.transport != "tcp") {
+    std::unique_ptr<Transport> shm;
+    HOCCL_RETURN_IF_ERROR(makeShmTransport(self, geometry, &shm));
+    HOCCL_RETURN_IF_ERROR(transports->add(std::move(shm)));
+  }
+  if (config.transport != "shm") {
+    std::unique_ptr<Transport> tcp;
+    if (Status status = makeTcpTransport(self, geometry, config, &tcp); !status) {
+      // Only communicators with ranks on other hosts need it, and those say so.
+      tcpProblem = status.message();
+      return {};
+    }
+    HOCCL_RETURN_IF_ERROR(transports->add(std::move(tcp)));
+  }
+  return {};
 }
 
 Status MoverProcess::openDevice(const std::string& uuid) {
@@ -117,7 +140,11 @@ int runMover(int socket) {
   reply.ok = status ? 1 : 0;
   reply.mover = process.self;
   setText(reply.text, status.message());
-  if (process.transport) setText(reply.address, process.transport->address());
+  if (process.transports) {
+    setText(reply.shmAddress, process.transports->addressOf("shm"));
+    setText(reply.tcpAddress, process.transports->addressOf("tcp"));
+    if (status) setText(reply.text, process.tcpProblem);
+  }
   const Status sent =
       sendWithFdsWithin(socket, &reply, sizeof reply, {}, process.config.timeoutMs);
   if (!status || !sent) return 1;
@@ -125,7 +152,7 @@ int runMover(int socket) {
   MoverControl control({.driver = process.driver,
                         .context = process.context,
                         .queues = &process.queues,
-                        .transport = process.transport.get(),
+                        .transport = process.transports.get(),
                         .self = process.self,
                         .application = socket,
                         .applicationPidfd = std::move(process.applicationPidfd)},

@@ -10,7 +10,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 2;
+inline constexpr std::uint32_t kMoverProtocol = 3;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -32,7 +32,9 @@ struct MoverReply {
   std::uint32_t ok;
   std::uint32_t padding;
   PeerId mover;                  ///< to MoverHello
-  char address[kAddressBytes];   ///< to MoverHello: where peers reach this mover
+  /// To MoverHello: where peers reach this mover, by transport; empty where it does not listen.
+  char shmAddress[kAddressBytes];
+  char tcpAddress[kAddressBytes];
   char text[kReplyTextBytes];
 };
 
@@ -58,7 +60,7 @@ static_assert(sizeof(AddStaging) != sizeof(AddCommunicator), "told apart by thei
 struct PeerRecord {
   PeerId mover;  ///< all zero: cannot be reached from this rank
   std::uint64_t pid;
-  char address[kAddressBytes];
+  char address[kAddressBytes];  ///< with the transport in front: "shm:…", "tcp:…" (TransportSet)
   char host[kHostBytes];
 };
 

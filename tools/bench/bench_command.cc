@@ -9,6 +9,7 @@
 #include <string>
 
 #include "tools/bench/bench_run.h"
+#include "tools/bench/net_command.h"
 #include "tools/bench/operations.h"
 #include "tools/bench/options.h"
 #include "tools/bench/rank_process.h"
@@ -109,6 +110,11 @@ void addBenchCommand(CLI::App& app, int* exitCode) {
       runInto(exitCode, [&] { return bench::runBench(*line, ownCommandLine()); });
     });
   }
+
+  auto net = std::make_shared<bench::NetCommandLine>();
+  bench::addNetCommand(*bench, net)->callback([net, exitCode] {
+    runInto(exitCode, [&] { return bench::runNetBench(*net, ownCommandLine()); });
+  });
 
   auto parent = std::make_shared<int>(0);
   CLI::App* rank = app.add_subcommand("bench-rank", "One rank process of a bench");
