@@ -44,6 +44,9 @@ namespace hoccl {
   X(importIdleMs, Millis, "HOCCL_IMPORT_IDLE_MS", "60000", 0, 86400000, "", 0,                      \
     "the mover unmaps an application's allocation that no operation has used for so long, up to twice "  \
     "that; 0 keeps it until it is freed")                                                           \
+  X(ctas, Count, "HOCCL_CTAS", "0", 0, 64, "", 1,                                                    \
+    "CTAs (SMs), at most, of a collective that stays on NCCL's kernels; needs NCCL_TUNER_PLUGIN; 0 leaves "  \
+    "it to NCCL")                                                                                   \
   X(appCopies, Choice, "HOCCL_APP_COPIES", "auto", 0, 0, "auto|unexportable|always|never", 0,       \
     "which buffers the application's own streams copy to and from staging memory: those the mover "  \
     "cannot map (unexportable), all, none (an error), or all where frees cannot be seen, else "      \

@@ -82,6 +82,21 @@ std::string expandFileName(std::string_view pattern, std::string_view host) {
 // on, since a reader may still hold it (roles are few and short).
 std::atomic<const std::string*> currentRole{nullptr};
 
+std::atomic<LogHandler> currentHandler{nullptr};
+
+LogLevel fromSpdlog(spdlog::level::level_enum level) {
+  switch (level) {
+    case spdlog::level::err:
+      return LogLevel::Error;
+    case spdlog::level::warn:
+      return LogLevel::Warn;
+    case spdlog::level::info:
+      return LogLevel::Info;
+    default:
+      return LogLevel::Debug;
+  }
+}
+
 // Writes each line with one write(2) and takes no lock: a lock could be left held in the child of a
 // fork, which then hangs at its first line; and a descriptor opened for appending keeps lines
 // whole.
@@ -90,6 +105,11 @@ class LineSink final : public spdlog::sinks::sink {
   LineSink(int fd, std::string host) : fd_(fd), host_(std::move(host)) {}
 
   void log(const spdlog::details::log_msg& message) override {
+    if (const LogHandler handler = currentHandler.load(std::memory_order_acquire)) {
+      handler(fromSpdlog(message.level),
+              std::string_view(message.payload.data(), message.payload.size()));
+      return;
+    }
     const std::string* role = currentRole.load(std::memory_order_acquire);
     fmt::memory_buffer line;
     fmt::format_to(std::back_inserter(line), "hoccl [{}] {}:{} {}{}", levelWord(message.level),
@@ -161,6 +181,12 @@ bool logEnabled(LogLevel level) {
 }
 
 void setLogLevel(LogLevel level) { logger().set_level(toSpdlog(level)); }
+
+void setLogHandler(LogHandler handler) {
+  currentHandler.store(handler, std::memory_order_release);
+  const LogLevel unset = handler != nullptr ? LogLevel::Info : LogLevel::Warn;
+  setLogLevel(levelFromText(std::getenv("HOCCL_LOG")).value_or(unset));
+}
 
 void setLogRole(std::string_view role) {
   static std::mutex mutex;

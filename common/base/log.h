@@ -13,6 +13,11 @@ enum class LogLevel { Error, Warn, Info, Debug, Off };
 void logLine(LogLevel level, std::string_view text);
 [[nodiscard]] bool logEnabled(LogLevel level);
 void setLogLevel(LogLevel level);
+/// Takes lines instead of standard error, each without prefix; any thread may call it.
+using LogHandler = void (*)(LogLevel level, std::string_view text);
+/// Null: back to standard error. With a handler the level is Info unless HOCCL_LOG says otherwise:
+/// where a plugin hands its lines to its host's log, the host decides what is shown.
+void setLogHandler(LogHandler handler);
 /// Shown in each line: "app", "mover rank 3", "bench".
 void setLogRole(std::string_view role);
 

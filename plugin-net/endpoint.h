@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/net/tcp/bundle.h"
+#include "plugin-net/net_plugin.h"
+#include "plugin-net/wire.h"
+
+namespace hoccl::net_plugin {
+
+/// What both ends have: the sockets, control messages that did not go out at once, and how it ends.
+class Endpoint {
+ public:
+  /// `peer`: who is at the other end, for messages.
+  Endpoint(const char* role, std::string peer) : role_(role), peer_(std::move(peer)) {}
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+  ~Endpoint() { shut(); }
+
+  void attach(std::unique_ptr<Bundle> bundle) { bundle_ = std::move(bundle); }
+  [[nodiscard]] Bundle* bundle() { return bundle_.get(); }
+  [[nodiscard]] const Status& failure() const { return failure_; }
+
+  /// Sends a control message, if need be later (`receive` does that).
+  void say(Kind kind, const Control& control);
+  /// Sends a message with its payload; false: no room now.
+  [[nodiscard]] bool sayNow(Kind kind, const Control& control, const void* payload,
+                            std::size_t bytes);
+  /// Where the control stream is: a message said when it was at `p` is with the kernel once
+  /// `taken() >= p`.
+  [[nodiscard]] std::uint64_t said() const { return said_; }
+  [[nodiscard]] std::uint64_t taken() const { return said_ - bundle_->controlBacklog(); }
+
+  /// Hands what has come on the control socket to `sink`, sends what waits. `gone` becomes true
+  /// once the peer is gone and nothing it said is left.
+  void receive(FrameSink& sink, bool* gone);
+  /// Why the peer is gone.
+  [[nodiscard]] Status whyGone() const;
+
+  /// Says what went wrong, once, and closes the sockets, so that the peer knows, too.
+  Status fail(const Status& status);
+  /// Closes the sockets. What the kernel has taken goes out, unless the peer's host does not take
+  /// it within kLingerMs.
+  void shut();
+
+  static constexpr std::uint64_t kLingerMs = 100;
+
+ private:
+  struct Waiting {
+    Kind kind;
+    Control control;
+  };
+  [[nodiscard]] bool flush();
+
+  const char* role_;
+  const std::string peer_;
+  std::unique_ptr<Bundle> bundle_;
+  std::deque<Waiting> outbox_;
+  std::uint64_t said_ = 0;
+  Status failure_;
+};
+
+}  // namespace hoccl::net_plugin

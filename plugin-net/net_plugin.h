@@ -1,0 +1,93 @@
+#pragma once
+
+// The net plugin behind NCCL's versions of its interface (abi_adapters.cc): what a plugin does, in
+// our own terms. Nothing here blocks, and one thread at a time uses a connection, as NCCL's proxy
+// does; different connections may be used by different threads.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/base/status.h"
+#include "common/net/tcp/interfaces.h"
+#include "plugin-net/nccl_net_abi.h"
+
+namespace hoccl::net_plugin {
+
+/// A network interface as NCCL sees it. Stays where it is while the library is loaded, so that
+/// names may be kept.
+struct Device {
+  Interface interface;
+  std::uint64_t guid = 0;  ///< the same on no other interface or host
+  int speedMbps = 0;
+};
+
+/// What one init made; owns what was made in it. Versions before 11 share a null one.
+class Context;
+class Listener;
+
+/// A send or a group of receives under way. Belongs to its connection until `test` says done.
+struct Request;
+
+/// One receive of a group.
+struct Receive {
+  void* data = nullptr;
+  std::size_t bytes = 0;  ///< at most
+  int tag = 0;
+};
+
+/// Either end of a connection. An error is kept: every later call gives it again.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+  /// `done` false: later. When done, `sizes` (one for each receive of the group, may be null) has
+  /// the bytes that came or went, at most INT_MAX, and the request is gone.
+  virtual Status test(Request* request, bool* done, int* sizes) = 0;
+};
+
+/// The sending end.
+class SendConnection : public Connection {
+ public:
+  /// `data` stays until the request is done. `out` null with success: not now.
+  virtual Status send(const void* data, std::size_t bytes, int tag, Request** out) = 0;
+};
+
+/// The receiving end.
+class ReceiveConnection : public Connection {
+ public:
+  /// 1 to kMaxGroupedReceives receives that are done together. The n-th message of a tag goes into
+  /// the n-th receive of that tag; one larger than its receive is an error.
+  virtual Status receive(std::span<const Receive> receives, Request** out) = 0;
+};
+
+struct Request {
+  Connection* connection = nullptr;
+};
+
+/// Finds the interfaces and takes over NCCL's logger; the first time it says so in one line.
+/// `trafficClass` is NCCL's -1 where unset. `context`, where it is not null, gets a new one.
+Status initialise(int abiVersion, nccl_abi::Logger logger, int trafficClass, Context** context);
+/// Ends the context and everything still open in it.
+void finalise(Context* context);
+
+/// Those of the last `initialise`.
+[[nodiscard]] std::size_t deviceCount();
+Status deviceAt(int index, const Device** out);
+
+/// Fills the 128 bytes of `handle`, which NCCL takes to the peer.
+Status listen(Context* context, int device, void* handle, Listener** out);
+/// Called again with the same handle (in the same place) until `out` is not null.
+Status connect(Context* context, int device, const void* handle, SendConnection** out);
+/// Called again until `out` is not null.
+Status accept(Listener* listener, ReceiveConnection** out);
+
+void close(Listener* listener);
+/// What was sent and taken by the kernel still goes out; the peer is not waited for.
+void close(Connection* connection);
+
+/// Listeners and connections that are open, and connections being made.
+[[nodiscard]] std::size_t openCount();
+
+}  // namespace hoccl::net_plugin

@@ -1,0 +1,344 @@
+#include "plugin-net/receive_connection.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+
+namespace hoccl::net_plugin {
+namespace {
+
+/// After so many small messages in a row into receives that were named for nothing, a tag's
+/// receives are no longer named unasked.
+constexpr unsigned kWastedNames = 8;
+/// Small messages are given back in bundles of so many.
+constexpr std::uint64_t kCreditBatch = kEagerWindow / 2;
+
+}  // namespace
+
+ReceiveEnd::ReceiveEnd(std::string peer) : end_("receiving from", std::move(peer)) {
+  freeSlots_.reserve(kReceiveSlots);
+  freeRequests_.reserve(kReceiveSlots);
+  for (std::size_t i = kReceiveSlots; i-- > 0;) {
+    requests_[i].connection = this;
+    freeSlots_.push_back(static_cast<std::uint16_t>(i));
+    freeRequests_.push_back(static_cast<std::uint16_t>(i));
+  }
+}
+
+ReceiveEnd::TagState* ReceiveEnd::stateOf(int tag) {
+  if (last_ != nullptr && lastTag_ == tag) return last_;
+  auto found = tags_.find(tag);
+  if (found == tags_.end()) {
+    if (tags_.size() >= kMaxTags) return nullptr;
+    found = tags_.try_emplace(tag).first;
+    found->second.tag = tag;
+  }
+  lastTag_ = tag;
+  last_ = &found->second;  // stays: nodes of the map do not move
+  return last_;
+}
+
+Status ReceiveEnd::progress() {
+  bool gone = false;
+  end_.receive(controlSink_, &gone);
+  if (!heardBad_) return end_.fail(heardBad_);
+  if (gone) return end_.fail(end_.whyGone());
+  return {};
+}
+
+Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
+  *out = nullptr;
+  if (!end_.failure()) return end_.failure();
+  std::array<TagState*, nccl_abi::kMaxGroupedReceives> tags{};
+  for (std::size_t i = 0; i < receives.size(); ++i) {
+    if (receives[i].bytes > 0 && receives[i].data == nullptr) {
+      return end_.fail(
+          Status::error(Code::InvalidArgument,
+                        fmt::format("a receive of {} bytes to a null pointer", receives[i].bytes)));
+    }
+    tags[i] = stateOf(receives[i].tag);
+    if (tags[i] == nullptr) {
+      return end_.fail(
+          Status::error(Code::InvalidArgument, fmt::format("more than {} tags", kMaxTags)));
+    }
+  }
+  if (freeRequests_.empty() || freeSlots_.size() < receives.size()) return {};
+  ReceiveRequest* const request = &requests_[freeRequests_.back()];
+  freeRequests_.pop_back();
+  request->count = receives.size();
+  for (std::size_t i = 0; i < receives.size(); ++i) {
+    Slot& slot = slots_[freeSlots_.back()];
+    freeSlots_.pop_back();
+    request->slots[i] = &slot;
+    open(slot, receives[i], *tags[i]);
+    if (!heardBad_) return end_.fail(heardBad_);
+  }
+  *out = request;
+  return {};
+}
+
+void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
+  slot.data = static_cast<std::byte*>(receive.data);
+  slot.capacity = receive.bytes;
+  slot.total.store(0, std::memory_order_relaxed);
+  slot.reserved.store(0, std::memory_order_relaxed);
+  slot.received.store(0, std::memory_order_relaxed);
+  if (++slot.turn == 0) slot.turn = 1;
+  slot.tag = &tag;
+  slot.index = tag.next++;
+  slot.posted = slot.done = false;
+  slot.bytes = 0;
+  tag.open.push_back(&slot);
+  if (!tag.early.empty() && tag.early.front().index == slot.index) {
+    Early& early = tag.early.front();
+    if (early.payload.size() > slot.capacity) {
+      heardBad_ =
+          Status::error(Code::InvalidArgument,
+                        fmt::format("a message of {} bytes (tag {}) came for a receive of {}",
+                                    early.payload.size(), tag.tag, slot.capacity));
+      return;
+    }
+    if (!early.complete) {
+      early.slot = &slot;
+      return;
+    }
+    if (!early.payload.empty()) {
+      std::memcpy(slot.data, early.payload.data(), early.payload.size());
+    }
+    finish(slot, early.payload.size());
+    tag.early.pop_front();
+    gaveBack(tag);
+    return;
+  }
+  const bool asked = !tag.asked.empty() && tag.asked.front() == slot.index;
+  if (asked) tag.asked.pop_front();
+  if (asked || (tag.large && slot.capacity > kEagerBytes)) namePlace(slot);
+}
+
+void ReceiveEnd::namePlace(Slot& slot) {
+  if (slot.posted) return;
+  slot.posted = true;
+  slot.gate.store(slot.turn, std::memory_order_release);
+  Control control;
+  control.tag = slot.tag->tag;
+  control.index = slot.index;
+  control.bytes = slot.capacity;
+  control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
+  end_.say(Kind::Posted, control);
+}
+
+bool ReceiveEnd::finished(Slot& slot) {
+  if (slot.done) return true;
+  if (!slot.posted) return false;
+  // All that has been given a place is there, and so nobody writes there any more.
+  const std::uint64_t received = slot.received.load(std::memory_order_acquire);
+  if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
+  slot.tag->wasted = 0;
+  finish(slot, received);
+  return true;
+}
+
+void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
+  slot.gate.store(0, std::memory_order_seq_cst);
+  slot.done = true;
+  slot.bytes = bytes;
+  std::deque<Slot*>& open = slot.tag->open;
+  open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
+}
+
+void ReceiveEnd::gaveBack(TagState& tag) {
+  if (++tag.unsaid < kCreditBatch) return;
+  Control control;
+  control.tag = tag.tag;
+  control.index = tag.unsaid;
+  tag.unsaid = 0;
+  end_.say(Kind::Credit, control);
+}
+
+Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
+  *done = false;
+  if (!end_.failure()) return end_.failure();
+  auto* const request = static_cast<ReceiveRequest*>(base);
+  const auto allFinished = [&] {
+    for (std::size_t i = 0; i < request->count; ++i) {
+      if (!finished(*request->slots[i])) return false;
+    }
+    return true;
+  };
+  if (!allFinished()) {
+    if (Status status = progress(); !status) return status;
+    if (!allFinished()) return {};
+  }
+  for (std::size_t i = 0; i < request->count; ++i) {
+    Slot& slot = *request->slots[i];
+    if (sizes != nullptr) {
+      sizes[i] = static_cast<int>(std::min<std::uint64_t>(slot.bytes, INT_MAX));
+    }
+    freeSlots_.push_back(static_cast<std::uint16_t>(&slot - slots_.data()));
+  }
+  freeRequests_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
+  *done = true;
+  return {};
+}
+
+Status ReceiveEnd::begin(const FrameHeader& header) {
+  const Control control = controlOf(header);
+  if (static_cast<Kind>(header.kind) != Kind::Message || header.bytes > kEagerBytes ||
+      control.bytes != header.bytes) {
+    return Status::error(Code::Remote, fmt::format("a message of kind {} with {} bytes, for {}",
+                                                   header.kind, header.bytes, control.bytes));
+  }
+  TagState* const tag = stateOf(control.tag);
+  if (tag == nullptr || control.index < tag->nextMessage) {
+    return Status::error(
+        Code::Remote, fmt::format("message {} of tag {} out of order", control.index, control.tag));
+  }
+  tag->nextMessage = control.index + 1;
+  coming_ = true;
+  comingTag_ = tag;
+  comingBytes_ = header.bytes;
+  comingSlot_ = nullptr;
+  comingEarly_ = nullptr;
+  if (control.index >= tag->next) {
+    if (tag->early.size() >= kEagerWindow) {
+      return Status::error(Code::Remote, fmt::format("more than {} messages of tag {} without a "
+                                                     "receive",
+                                                     kEagerWindow, control.tag));
+    }
+    Early& early = tag->early.emplace_back();
+    early.index = control.index;
+    early.payload.resize(header.bytes);
+    comingEarly_ = &early;
+    return {};
+  }
+  const auto found = std::find_if(tag->open.begin(), tag->open.end(),
+                                  [&](const Slot* slot) { return slot->index == control.index; });
+  if (found == tag->open.end()) {
+    return Status::error(Code::Remote, fmt::format("message {} of tag {}, whose receive is over",
+                                                   control.index, control.tag));
+  }
+  Slot& slot = **found;
+  if (header.bytes > slot.capacity) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("a message of {} bytes (tag {}) came for a receive of {}",
+                                     header.bytes, control.tag, slot.capacity));
+  }
+  if (slot.posted) {
+    // No piece may come for it from now on, nor have come.
+    slot.gate.store(0, std::memory_order_seq_cst);
+    if (slot.reserved.load(std::memory_order_seq_cst) != 0) {
+      return Status::error(
+          Code::Remote, fmt::format("message {} of tag {} came twice", control.index, control.tag));
+    }
+    if (++tag->wasted >= kWastedNames) {
+      tag->large = false;
+      tag->wasted = 0;
+    }
+  }
+  comingSlot_ = &slot;
+  return {};
+}
+
+void ReceiveEnd::end() {
+  coming_ = false;
+  TagState& tag = *comingTag_;
+  if (comingEarly_ != nullptr) {
+    Early& early = *comingEarly_;
+    early.complete = true;
+    if (early.slot == nullptr) return;
+    if (!early.payload.empty()) {
+      std::memcpy(early.slot->data, early.payload.data(), early.payload.size());
+    }
+    finish(*early.slot, early.payload.size());
+    tag.early.remove_if([&](const Early& other) { return &other == &early; });
+  } else {
+    finish(*comingSlot_, comingBytes_);
+  }
+  gaveBack(tag);
+}
+
+Status ReceiveEnd::heardAnnounce(const Control& control) {
+  TagState* const tag = stateOf(control.tag);
+  if (tag == nullptr || control.bytes <= kEagerBytes ||
+      control.bytes > nccl_abi::kMaxMessageBytes) {
+    return Status::error(Code::Remote, fmt::format("a large message of {} bytes announced (tag {})",
+                                                   control.bytes, control.tag));
+  }
+  tag->large = true;
+  tag->wasted = 0;
+  if (control.index >= tag->next) {
+    if (tag->asked.size() >= kReceiveSlots ||
+        (!tag->asked.empty() && tag->asked.back() >= control.index)) {
+      return Status::error(Code::Remote, fmt::format("message {} of tag {} announced out of order",
+                                                     control.index, control.tag));
+    }
+    tag->asked.push_back(control.index);
+    return {};
+  }
+  const auto found = std::find_if(tag->open.begin(), tag->open.end(),
+                                  [&](const Slot* slot) { return slot->index == control.index; });
+  // Not open: its place was named and has been used before the question came.
+  if (found != tag->open.end()) namePlace(**found);
+  return {};
+}
+
+std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  *bad = end_.begin(header);
+  if (!*bad) return nullptr;
+  return end_.comingSlot_ != nullptr ? end_.comingSlot_->data : end_.comingEarly_->payload.data();
+}
+
+void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
+  ReceiveEnd& end = end_;
+  if (!end.heardBad_) return;
+  switch (static_cast<Kind>(header.kind)) {
+    case Kind::Message:
+      if (!end.coming_) end.heardBad_ = end.begin(header);  // without a payload
+      if (end.heardBad_.ok()) end.end();
+      return;
+    case Kind::Announce:
+      end.heardBad_ = end.heardAnnounce(controlOf(header));
+      return;
+    default:
+      end.heardBad_ = Status::error(
+          Code::Remote, fmt::format("a sending end sent a message of kind {}", header.kind));
+  }
+}
+
+std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
+  const Piece piece = pieceOf(header);
+  const Place& at = piece.body.place;
+  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots && at.turn != 0) {
+    Slot& slot = end_.slots_[at.slot];
+    if (slot.gate.load(std::memory_order_acquire) == at.turn && piece.body.total <= slot.capacity &&
+        piece.offset <= piece.body.total && header.bytes <= piece.body.total - piece.offset) {
+      std::uint64_t total = 0;
+      if (slot.total.compare_exchange_strong(total, piece.body.total) ||
+          total == piece.body.total) {
+        const std::uint64_t before =
+            slot.reserved.fetch_add(header.bytes, std::memory_order_seq_cst);
+        // Looked at again: the gate may have been closed before the place was taken.
+        if (before + header.bytes <= piece.body.total &&
+            slot.gate.load(std::memory_order_seq_cst) == at.turn) {
+          return slot.data + piece.offset;
+        }
+      }
+    }
+  }
+  *bad = Status::error(Code::Remote,
+                       fmt::format("it sent [{}, +{}) of a message of {} bytes for receive {}/{}, "
+                                   "which does not take that",
+                                   piece.offset, header.bytes, piece.body.total, at.slot, at.turn));
+  return nullptr;
+}
+
+void ReceiveEnd::DataSink::arrived(const FrameHeader& header) {
+  // A piece without bytes would count for nothing.
+  if (header.bytes == 0) return;
+  Slot& slot = end_.slots_[pieceOf(header).body.place.slot];
+  slot.received.fetch_add(header.bytes, std::memory_order_release);
+}
+
+}  // namespace hoccl::net_plugin

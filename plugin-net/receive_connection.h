@@ -1,0 +1,119 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "plugin-net/endpoint.h"
+
+namespace hoccl::net_plugin {
+
+class ReceiveEnd final : public ReceiveConnection {
+ public:
+  explicit ReceiveEnd(std::string peer);
+
+  Status receive(std::span<const Receive> receives, Request** out) override;
+  Status test(Request* request, bool* done, int* sizes) override;
+
+  [[nodiscard]] FrameSink& dataSink() { return dataSink_; }
+  void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
+
+ private:
+  struct TagState;
+
+  /// A receive that is open. `gate`, `data` and `capacity` let pieces in; the rest of the first
+  /// block is the workers', the second block the caller's.
+  struct Slot {
+    std::byte* data = nullptr;
+    std::uint64_t capacity = 0;
+    std::atomic<std::uint32_t> gate{0};      ///< the turn whose pieces may come; 0: none
+    std::atomic<std::uint64_t> total{0};     ///< of the message, from its first piece on
+    std::atomic<std::uint64_t> reserved{0};  ///< bytes that have been given a place
+    std::atomic<std::uint64_t> received{0};  ///< bytes that are there
+
+    std::uint32_t turn = 0;
+    TagState* tag = nullptr;
+    std::uint64_t index = 0;
+    bool posted = false;  ///< the sender knows its place
+    bool done = false;
+    std::uint64_t bytes = 0;  ///< once done
+  };
+  /// A small message that has come before its receive.
+  struct Early {
+    std::uint64_t index = 0;
+    std::vector<std::byte> payload;
+    bool complete = false;
+    Slot* slot = nullptr;  ///< a receive that was opened while the payload was coming
+  };
+  struct TagState {
+    int tag = 0;
+    std::uint64_t next = 0;           ///< index of the next receive
+    std::uint64_t nextMessage = 0;    ///< small messages come in order: the lowest index that may
+    std::uint64_t unsaid = 0;         ///< small messages received and not given back yet
+    bool large = false;               ///< receives are named as they are opened
+    unsigned wasted = 0;              ///< small messages in a row into receives that were named
+    std::deque<Slot*> open;           ///< by index
+    std::list<Early> early;           ///< by index
+    std::deque<std::uint64_t> asked;  ///< announced messages without a receive
+  };
+  struct ReceiveRequest : Request {
+    std::array<Slot*, nccl_abi::kMaxGroupedReceives> slots{};
+    std::size_t count = 0;
+  };
+  class ControlSink final : public FrameSink {
+   public:
+    explicit ControlSink(ReceiveEnd& end) : end_(end) {}
+    std::byte* place(const FrameHeader& header, Status* bad) override;
+    void arrived(const FrameHeader& header) override;
+
+   private:
+    ReceiveEnd& end_;
+  };
+  /// On the worker threads.
+  class DataSink final : public FrameSink {
+   public:
+    explicit DataSink(ReceiveEnd& end) : end_(end) {}
+    std::byte* place(const FrameHeader& header, Status* bad) override;
+    void arrived(const FrameHeader& header) override;
+
+   private:
+    ReceiveEnd& end_;
+  };
+
+  [[nodiscard]] TagState* stateOf(int tag);
+  Status progress();
+  void open(Slot& slot, const Receive& receive, TagState& tag);
+  void namePlace(Slot& slot);
+  [[nodiscard]] bool finished(Slot& slot);
+  void finish(Slot& slot, std::uint64_t bytes);
+  void gaveBack(TagState& tag);
+  /// A small message begins: where its payload goes.
+  Status begin(const FrameHeader& header);
+  void end();
+  Status heardAnnounce(const Control& control);
+
+  ControlSink controlSink_{*this};
+  DataSink dataSink_{*this};
+  Status heardBad_;  ///< what the peer said makes no sense, or does not fit
+  std::unordered_map<int, TagState> tags_;
+  int lastTag_ = 0;
+  TagState* last_ = nullptr;  ///< of lastTag_
+  std::array<Slot, kReceiveSlots> slots_;
+  std::vector<std::uint16_t> freeSlots_;
+  std::array<ReceiveRequest, kReceiveSlots> requests_;
+  std::vector<std::uint16_t> freeRequests_;
+  // The small message that is coming.
+  bool coming_ = false;
+  TagState* comingTag_ = nullptr;
+  Slot* comingSlot_ = nullptr;
+  Early* comingEarly_ = nullptr;
+  std::uint64_t comingBytes_ = 0;
+  Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above
+};
+
+}  // namespace hoccl::net_plugin

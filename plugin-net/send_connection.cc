@@ -1,0 +1,228 @@
+#include "plugin-net/send_connection.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <climits>
+
+namespace hoccl::net_plugin {
+
+SendEnd::SendEnd(std::string peer) : end_("sending to", std::move(peer)) {
+  free_.reserve(kSendRequests);
+  for (std::size_t i = kSendRequests; i-- > 0;) {
+    requests_[i].connection = this;
+    free_.push_back(static_cast<std::uint16_t>(i));
+  }
+}
+
+SendEnd::TagState* SendEnd::stateOf(int tag) {
+  if (last_ != nullptr && lastTag_ == tag) return last_;
+  auto found = tags_.find(tag);
+  if (found == tags_.end()) {
+    if (tags_.size() >= kMaxTags) return nullptr;
+    found = tags_.try_emplace(tag).first;
+  }
+  lastTag_ = tag;
+  last_ = &found->second;  // stays: nodes of the map do not move
+  return last_;
+}
+
+SendEnd::TagState* SendEnd::knownState(int tag) {
+  const auto found = tags_.find(tag);
+  return found == tags_.end() ? nullptr : &found->second;
+}
+
+SendEnd::SendRequest* SendEnd::takeRequest() {
+  if (free_.empty()) return nullptr;
+  SendRequest* request = &requests_[free_.back()];
+  free_.pop_back();
+  return request;
+}
+
+Status SendEnd::progress() {
+  bool gone = false;
+  end_.receive(controlSink_, &gone);
+  if (!heardBad_) return end_.fail(heardBad_);
+  if (gone) return end_.fail(end_.whyGone());
+  return {};
+}
+
+Status SendEnd::send(const void* data, std::size_t bytes, int tag, Request** out) {
+  *out = nullptr;
+  if (!end_.failure()) return end_.failure();
+  if (bytes > nccl_abi::kMaxMessageBytes || (bytes > 0 && data == nullptr)) {
+    return end_.fail(Status::error(Code::InvalidArgument,
+                                   fmt::format("a send of {} bytes from {}", bytes, data)));
+  }
+  TagState* const state = stateOf(tag);
+  if (state == nullptr) {
+    return end_.fail(
+        Status::error(Code::InvalidArgument, fmt::format("more than {} tags", kMaxTags)));
+  }
+  SendRequest* const request = takeRequest();
+  if (request == nullptr) return {};
+  request->data = static_cast<const std::byte*>(data);
+  request->bytes = bytes;
+  request->tag = tag;
+  if (bytes <= kEagerBytes) {
+    bool said = false;
+    if (Status status = sendSmall(*state, *request, &said); !status) return status;
+    if (!said) {
+      free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
+      return {};
+    }
+  } else {
+    request->index = state->next++;
+    request->moved.store(0, std::memory_order_relaxed);
+    const PostedReceive& posted = state->posted[request->index % kReceiveSlots];
+    if (posted.index == request->index) {
+      if (Status status = takePosted(*request, posted); !status) return end_.fail(status);
+    } else {
+      request->stage = Stage::Asking;
+      Control control;
+      control.tag = tag;
+      control.index = request->index;
+      control.bytes = bytes;
+      end_.say(Kind::Announce, control);
+    }
+  }
+  *out = request;
+  return {};
+}
+
+Status SendEnd::sendSmall(TagState& tag, SendRequest& request, bool* said) {
+  if (tag.unread >= kEagerWindow) {
+    if (Status status = progress(); !status) return status;
+    if (tag.unread >= kEagerWindow) return {};
+  }
+  Control control;
+  control.tag = request.tag;
+  control.index = tag.next;
+  control.bytes = request.bytes;
+  if (!end_.sayNow(Kind::Message, control, request.data, request.bytes)) return progress();
+  ++tag.next;
+  ++tag.unread;
+  request.index = control.index;
+  request.position = end_.said();
+  request.stage = Stage::Small;
+  *said = true;
+  return {};
+}
+
+Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
+  if (request.bytes > receive.bytes) {
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("a message of {} bytes (tag {}), and the receive posted for it "
+                    "takes {}",
+                    request.bytes, request.tag, receive.bytes));
+  }
+  request.receive = receive;
+  request.stage = Stage::Queueing;
+  tryMove(request);
+  return {};
+}
+
+void SendEnd::tryMove(SendRequest& request) {
+  PieceBody body;
+  body.place = request.receive.place;
+  body.total = request.bytes;
+  Transfer transfer;
+  transfer.kind = static_cast<std::uint16_t>(Kind::Data);
+  transfer.user = std::bit_cast<std::array<std::byte, sizeof(PieceBody)>>(body);
+  transfer.data = request.data;
+  transfer.bytes = request.bytes;
+  transfer.done = &request.moved;
+  if (end_.bundle()->post(transfer)) request.stage = Stage::Moving;
+}
+
+bool SendEnd::finished(const SendRequest& request) const {
+  if (request.stage == Stage::Small) return end_.taken() >= request.position;
+  return request.stage == Stage::Moving &&
+         request.moved.load(std::memory_order_acquire) == request.bytes;
+}
+
+Status SendEnd::test(Request* base, bool* done, int* sizes) {
+  *done = false;
+  if (!end_.failure()) return end_.failure();
+  auto* const request = static_cast<SendRequest*>(base);
+  if (!finished(*request)) {
+    if (request->stage == Stage::Queueing) tryMove(*request);
+    // While the data sockets work there is nothing to hear, unless they cannot go on.
+    if (request->stage != Stage::Moving || end_.bundle()->gone()) {
+      if (Status status = progress(); !status) return status;
+    }
+    if (!finished(*request)) return {};
+  }
+  *done = true;
+  if (sizes != nullptr) {
+    sizes[0] = static_cast<int>(std::min<std::uint64_t>(request->bytes, INT_MAX));
+  }
+  request->stage = Stage::Free;
+  free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
+  return {};
+}
+
+void SendEnd::heardPosted(const Control& control) {
+  TagState* const state = knownState(control.tag);
+  if (state == nullptr || control.index >= state->next + kReceiveSlots) {
+    heardBad_ = Status::error(Code::Remote,
+                              fmt::format("it named receive {} of tag {}, which cannot be open",
+                                          control.index, control.tag));
+    return;
+  }
+  const PostedReceive posted{control.index, control.bytes, control.place};
+  if (control.index >= state->next) {
+    state->posted[control.index % kReceiveSlots] = posted;
+    return;
+  }
+  for (SendRequest& request : requests_) {
+    if (request.stage == Stage::Asking && request.tag == control.tag &&
+        request.index == control.index) {
+      heardBad_ = takePosted(request, posted);
+      return;
+    }
+  }
+  // Else it was a small one and has gone already.
+}
+
+void SendEnd::heardCredit(const Control& control) {
+  TagState* const state = knownState(control.tag);
+  if (state == nullptr || control.index > state->unread) {
+    heardBad_ = Status::error(Code::Remote,
+                              fmt::format("it gave back {} messages of tag {}, more than it has",
+                                          control.index, control.tag));
+    return;
+  }
+  state->unread -= control.index;
+}
+
+std::byte* SendEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  *bad = Status::error(Code::Remote,
+                       fmt::format("a receiving end sent {} bytes in a message of kind {}",
+                                   header.bytes, header.kind));
+  return nullptr;
+}
+
+void SendEnd::ControlSink::arrived(const FrameHeader& header) {
+  if (!end_.heardBad_) return;
+  const Control control = controlOf(header);
+  switch (static_cast<Kind>(header.kind)) {
+    case Kind::Posted:
+      return end_.heardPosted(control);
+    case Kind::Credit:
+      return end_.heardCredit(control);
+    default:
+      end_.heardBad_ = Status::error(
+          Code::Remote, fmt::format("a receiving end sent a message of kind {}", header.kind));
+  }
+}
+
+std::byte* SendEnd::RefuseData::place(const FrameHeader& /*header*/, Status* bad) {
+  *bad = Status::error(Code::Remote, "a receiving end sent data");
+  return nullptr;
+}
+
+void SendEnd::RefuseData::arrived(const FrameHeader& /*header*/) {}
+
+}  // namespace hoccl::net_plugin

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "plugin-net/endpoint.h"
+
+namespace hoccl::net_plugin {
+
+/// Messages under way on one connection: as many as there may be receives.
+inline constexpr std::size_t kSendRequests = kReceiveSlots;
+
+class SendEnd final : public SendConnection {
+ public:
+  explicit SendEnd(std::string peer);
+
+  Status send(const void* data, std::size_t bytes, int tag, Request** out) override;
+  Status test(Request* request, bool* done, int* sizes) override;
+
+  [[nodiscard]] FrameSink& dataSink() { return refuseData_; }
+  void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
+
+ private:
+  /// A receive that the peer has named before its message was sent.
+  struct PostedReceive {
+    std::uint64_t index = ~std::uint64_t{0};
+    std::uint64_t bytes = 0;
+    Place place;
+  };
+  struct TagState {
+    std::uint64_t next = 0;    ///< index of the next message
+    std::uint64_t unread = 0;  ///< small messages that the receiver has not given back
+    /// By index modulo its size. Receives that are open number at most kReceiveSlots, and all with
+    /// an index of `next` or more are open, so none overwrites one that still counts.
+    std::array<PostedReceive, kReceiveSlots> posted;
+  };
+  enum class Stage {
+    Free,
+    Small,     ///< said; done once the kernel has it
+    Asking,    ///< waits for the receive
+    Queueing,  ///< waits for room in the data sockets' queue
+    Moving,    ///< with the data sockets
+  };
+  struct SendRequest : Request {
+    Stage stage = Stage::Free;
+    const std::byte* data = nullptr;
+    std::uint64_t bytes = 0;
+    int tag = 0;
+    std::uint64_t index = 0;
+    std::uint64_t position = 0;  ///< Small: of the control stream
+    PostedReceive receive;       ///< from Queueing on
+    std::atomic<std::uint64_t> moved{0};
+  };
+  class ControlSink final : public FrameSink {
+   public:
+    explicit ControlSink(SendEnd& end) : end_(end) {}
+    std::byte* place(const FrameHeader& header, Status* bad) override;
+    void arrived(const FrameHeader& header) override;
+
+   private:
+    SendEnd& end_;
+  };
+  class RefuseData final : public FrameSink {
+   public:
+    std::byte* place(const FrameHeader& header, Status* bad) override;
+    void arrived(const FrameHeader& header) override;
+  };
+
+  [[nodiscard]] TagState* stateOf(int tag);
+  [[nodiscard]] TagState* knownState(int tag);
+  [[nodiscard]] SendRequest* takeRequest();
+  Status progress();
+  Status sendSmall(TagState& tag, SendRequest& request, bool* said);
+  Status takePosted(SendRequest& request, const PostedReceive& receive);
+  void tryMove(SendRequest& request);
+  [[nodiscard]] bool finished(const SendRequest& request) const;
+  void heardPosted(const Control& control);
+  void heardCredit(const Control& control);
+
+  ControlSink controlSink_{*this};
+  RefuseData refuseData_;
+  Status heardBad_;  ///< what the peer said makes no sense, or cannot be done
+  std::unordered_map<int, TagState> tags_;
+  int lastTag_ = 0;
+  TagState* last_ = nullptr;  ///< of lastTag_
+  std::array<SendRequest, kSendRequests> requests_;
+  std::vector<std::uint16_t> free_;
+  Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above
+};
+
+}  // namespace hoccl::net_plugin

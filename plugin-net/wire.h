@@ -1,0 +1,77 @@
+#pragma once
+
+// What the two ends of a connection say to each other.
+//
+// Messages of a tag are counted by the sender, receives of a tag by the receiver: message n goes
+// into receive n. A small message travels on the control socket with its payload (Message). It may
+// come before its receive; the sender has at most kEagerWindow such messages of a tag under way
+// that the receiver has not given back (Credit), which bounds what the receiver has to keep.
+//
+// A large one goes over the data sockets straight into the receive, whose place the receiver names
+// in Posted. Receivers say so by themselves once a tag has had a large message; until then, and
+// whenever Posted has not come yet, the sender asks (Announce).
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/net/tcp/frames.h"
+
+namespace hoccl::net_plugin {
+
+inline constexpr std::uint32_t kProtocolVersion = 1;
+/// Messages up to here travel on the control socket.
+inline constexpr std::size_t kEagerBytes = 16 << 10;
+/// Small messages of a tag without a receive that the receiver keeps.
+inline constexpr std::uint64_t kEagerWindow = 32;
+/// Receives of a connection that may be open, and so posted ahead of the sender.
+inline constexpr std::size_t kReceiveSlots = 256;
+/// Tags of a connection. NCCL uses one for each rank behind the same NIC.
+inline constexpr std::size_t kMaxTags = 4096;
+
+enum class Kind : std::uint16_t {
+  Message = 1,   ///< sender: message `index`, with its payload
+  Announce = 2,  ///< sender: message `index` has `bytes` and waits for Posted
+  Posted = 3,    ///< receiver: receive `index` takes up to `bytes`, at `place`
+  Credit = 4,    ///< receiver: `index` more small messages of the tag have been received
+  Data = 5,      ///< on the data sockets: a piece for `place`
+};
+
+/// Of a receive that is open: the slot, and its turn, which tells uses of a slot apart.
+struct Place {
+  std::uint32_t slot = 0;
+  std::uint32_t turn = 0;
+  bool operator==(const Place&) const = default;
+};
+
+/// The `user` bytes of a control frame.
+struct Control {
+  std::int32_t tag = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t index = 0;
+  std::uint64_t bytes = 0;
+  Place place;
+  std::array<std::uint8_t, 16> unused{};
+};
+static_assert(sizeof(Control) == kFrameUserBytes);
+
+/// The `user` bytes of a piece, behind its offset.
+struct PieceBody {
+  Place place;
+  std::uint64_t total = 0;  ///< of the whole message
+  std::array<std::uint8_t, 24> unused{};
+};
+struct Piece {
+  std::uint64_t offset = 0;
+  PieceBody body;
+};
+static_assert(sizeof(PieceBody) == 40 && sizeof(Piece) == kFrameUserBytes);
+
+inline std::array<std::byte, kFrameUserBytes> pack(const Control& control) {
+  return std::bit_cast<std::array<std::byte, kFrameUserBytes>>(control);
+}
+inline Control controlOf(const FrameHeader& header) { return std::bit_cast<Control>(header.user); }
+inline Piece pieceOf(const FrameHeader& header) { return std::bit_cast<Piece>(header.user); }
+
+}  // namespace hoccl::net_plugin

@@ -1,0 +1,76 @@
+#pragma once
+
+// Processes of a test. The test program itself never loads the plugin: it forks, and the children
+// do.
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace conformance {
+
+/// In a child: what is wrong goes to standard error, and the child ends with status 1.
+[[noreturn]] void giveUp(const char* file, int line, const std::string& what);
+#define REQUIRE(condition)                                                   \
+  do {                                                                       \
+    if (!(condition)) ::conformance::giveUp(__FILE__, __LINE__, #condition); \
+  } while (0)
+#define REQUIRE_SAYING(condition, text)                                                   \
+  do {                                                                                    \
+    if (!(condition))                                                                     \
+      ::conformance::giveUp(__FILE__, __LINE__, std::string(#condition) + ": " + (text)); \
+  } while (0)
+#define REQUIRE_OK(call)                                                              \
+  do {                                                                                \
+    const int result_ = static_cast<int>(call);                                       \
+    if (result_ != 0) {                                                               \
+      ::conformance::giveUp(__FILE__, __LINE__,                                       \
+                            std::string(#call) + " gave " + std::to_string(result_)); \
+    }                                                                                 \
+  } while (0)
+
+/// What a child has to do with the others: a channel to its pair.
+class Side {
+ public:
+  Side(int rank, int fd) : rank_(rank), fd_(fd) {}
+  [[nodiscard]] int rank() const { return rank_; }
+  /// To and from the other side; the child ends if the other is gone.
+  void give(const void* data, std::size_t bytes) const;
+  void take(void* data, std::size_t bytes) const;
+  /// Both are here.
+  void meet() const;
+  /// The channel, for waits on the other's end.
+  [[nodiscard]] int fd() const { return fd_; }
+
+ private:
+  int rank_;
+  int fd_;
+};
+
+struct Outcome {
+  std::vector<int> statuses;  ///< as wait() gives them
+  bool timedOut = false;
+  double seconds = 0;
+  std::string output;  ///< of all, standard error and output
+  [[nodiscard]] bool ok() const;
+  [[nodiscard]] std::string text() const;
+};
+
+/// Two processes that run `body` with their side; killed after `seconds`.
+Outcome runPair(const std::function<void(const Side&)>& body, double seconds = 30);
+/// One process.
+Outcome runAlone(const std::function<void()>& body, double seconds = 30);
+/// A program of its own, with additional environment ("NAME=value"; "NAME" removes it).
+Outcome runProgram(const std::vector<std::string>& command,
+                   const std::vector<std::string>& environment, const std::string& folder = {},
+                   double seconds = 30);
+
+[[nodiscard]] double now();
+/// Threads and descriptors of this process.
+[[nodiscard]] std::size_t threadCount();
+[[nodiscard]] std::size_t descriptorCount();
+
+}  // namespace conformance
