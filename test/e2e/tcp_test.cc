@@ -148,6 +148,14 @@ class Hosts : public ::testing::Test {
       // What a host says to itself.
       ASSERT_EQ(run(fmt::format("ip -n {} link set lo up", name_[i])), 0);
     }
+    // The kernel tells of a new wire's carrier within a second.
+    for (int i : {0, 1}) {
+      int tries = 0;
+      const std::string up =
+          fmt::format("ip -n {} -o link show wire | grep -q 'state UP'", name_[i]);
+      while (run(up) != 0 && ++tries < 100) ::usleep(50'000);
+      ASSERT_LT(tries, 100);
+    }
   }
   void TearDown() override {
     if (!made_) return;
@@ -164,7 +172,7 @@ class Hosts : public ::testing::Test {
 
  private:
   static int run(const std::string& command) {
-    return std::system((command + " >/dev/null 2>&1").c_str());
+    return std::system(("{ " + command + "; } >/dev/null 2>&1").c_str());
   }
   std::string name_[2];
   bool made_ = false;
@@ -199,17 +207,21 @@ TEST_F(Hosts, ShmAloneLeavesThemToNccl) {
 TEST_F(Hosts, Rule9AHostThatIsCutOffIsReportedInTime) {
   Job job("moverDies", 2);
   settle(job);
-  job.start();
+  job.argument("cut", "1").start();
   ASSERT_TRUE(job.awaitAll("pending")) << job.transcript();
   ASSERT_EQ(wire(0, false), 0);
   job.post("killed");
-  const bool seen = job.awaitAll("seen", 12);
+  const bool seen = job.awaitAll("at-seen", 12);
   ASSERT_EQ(wire(0, true), 0);
   EXPECT_TRUE(seen) << job.transcript();
+  ::usleep(1'500'000);  // until the kernel tells of the carrier
+  job.post("mended");
   job.finish();
   for (int rank : {0, 1}) {
     const std::string error = job.said(rank, "error");
     EXPECT_NE(error.find(fmt::format("rank {}", 1 - rank)), std::string::npos) << error;
+    EXPECT_NE(error.find("the host has not answered"), std::string::npos) << error;
+    EXPECT_NE(error.find(fmt::format("10.77.0.{}", 2 - rank)), std::string::npos) << error;
   }
 }
 
