@@ -9,6 +9,7 @@
 
 #include "common/base/host_identity.h"
 #include "common/base/log.h"
+#include "common/net/tcp/tcp_transport.h"
 #include "common/net/transport_set.h"
 #include "plugin-tuner/process_core.h"
 #include "plugin-tuner/real_nccl.h"
@@ -62,6 +63,13 @@ Agreement::Options agreementOptions() {
   options.agreeTimeoutMs = config.agreeTimeoutMs;
   options.timeoutMs = config.timeoutMs;
   return options;
+}
+
+/// Peers on other hosts come to it in vain.
+bool listensOnLoopback(const std::string& tcpAddress) {
+  SocketAddress address;
+  BundleNonce nonce;
+  return decodeTcpAddress(tcpAddress, &address, &nonce) && address.loopback();
 }
 
 /// How the movers of two ranks reach each other; null if they do not. HOCCL_TRANSPORT is part of the
@@ -250,13 +258,14 @@ void CommSetup::onWhere() {
     return;
   }
   const auto self = static_cast<std::size_t>(comm_->rank);
-  bool own = false;
+  bool own = false, otherHosts = false;
   reachable_.assign(places.size(), false);
   transports_.assign(places.size(), "");
   peers_.assign(places.size(), PeerRecord{});
   for (std::size_t i = 0; i < places.size(); ++i) {
     reachable_[i] = i != self && steerable(places[self], places[i]);
     own = own || reachable_[i];
+    otherHosts = otherHosts || (reachable_[i] && places[i].host != places[self].host);
     if (reachable_[i]) transports_[i] = transportBetween(places[self], places[i]);
     peers_[i].pid = places[i].pid;
     std::memcpy(peers_[i].host, places[i].hostName, sizeof peers_[i].host);
@@ -280,8 +289,12 @@ void CommSetup::onWhere() {
           std::find(transports_.begin(), transports_.end(), "tcp") != transports_.end();
       if (needsTcp && mover_->tcpAddress().empty()) {
         veto = fmt::format("its mover cannot be reached over tcp: {}", mover_->tcpProblem());
-        logError("rank {}: {}", comm_->rank, veto);
+      } else if (otherHosts && listensOnLoopback(mover_->tcpAddress())) {
+        veto =
+            "its mover cannot be reached from other hosts: no interface but loopback is up, or "
+            "HOCCL_SOCKET_IFNAME or NCCL_SOCKET_IFNAME allows no other";
       }
+      if (!veto.empty()) logError("rank {}: {}", comm_->rank, veto);
     } else {
       logError("rank {}: {}", comm_->rank, status.message());
       veto = status.message();

@@ -95,6 +95,8 @@ class Connection {
   /// True once the peer is known to be gone: what it sent before can still be received, nothing more
   /// will come. Any thread.
   [[nodiscard]] virtual bool peerGone() const = 0;
+  /// Once it is gone: why, for a person.
+  [[nodiscard]] virtual std::string goneReason() const { return "its mover has ended"; }
   /// A descriptor that becomes readable when `watch` should be called, which takes nudges and finds
   /// out whether the peer is gone. Any one thread, not necessarily that of the other calls.
   [[nodiscard]] virtual int watchFd() const = 0;

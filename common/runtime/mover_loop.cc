@@ -180,7 +180,9 @@ bool MoverLoop::progressLinks() {
       onMessage(*link, message);
     }
     any |= link->progress();
-    if (link->connection()->peerGone()) peerGone(peer, "its mover has ended");
+    if (link->connection()->peerGone() && !link->leaving()) {
+      peerGone(peer, link->connection()->goneReason());
+    }
   }
   return any;
 }

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -114,6 +115,11 @@ Job& Job::withoutPreload(int rank) {
   return *this;
 }
 
+Job& Job::network(int rank, const std::string& name) {
+  ranks_[rank].network = name;
+  return *this;
+}
+
 std::string Job::script(const std::string& name, const std::string& text) {
   std::ofstream(path(name)) << text;
   ::chmod(path(name).c_str(), 0755);
@@ -175,6 +181,10 @@ void Job::spawn(int rank) {
     // If the test is killed, its ranks go as well, and movers follow them.
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != parent) ::_exit(127);
+    if (!state.network.empty()) {
+      const int space = ::open(("/run/netns/" + state.network).c_str(), O_RDONLY | O_CLOEXEC);
+      if (space < 0 || ::setns(space, CLONE_NEWNET) != 0) ::_exit(126);
+    }
     ::dup2(::open("/dev/null", O_RDONLY), 0);
     ::dup2(::open(out.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644), 1);
     ::dup2(::open(err.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0644), 2);

@@ -28,6 +28,8 @@ class Job {
   Job& env(const std::string& name, const std::string& value);
   Job& env(int rank, const std::string& name, const std::string& value);
   Job& withoutPreload(int rank);
+  /// That rank, and so its mover, runs in a network namespace of `ip netns`.
+  Job& network(int rank, const std::string& name);
   /// A file of the job's folder with that content and execute permission; returns its path.
   std::string script(const std::string& name, const std::string& text);
 
@@ -69,6 +71,7 @@ class Job {
  private:
   struct RankState {
     std::map<std::string, std::string> environment;
+    std::string network;
     bool preload = true;
     bool diesExpected = false;
     pid_t pid = 0;

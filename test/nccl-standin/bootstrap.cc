@@ -91,13 +91,13 @@ Outcome makeUniqueId(ncclUniqueId* id) {
     return {};
   }
   UniqueFd listener;
-  std::uint16_t port = 0;
-  if (Outcome made = listenLoopback(&listener, &port); !made) return made;
+  Place place = 0;
+  if (Outcome made = listenHere(&listener, &place); !made) return made;
   std::uint64_t magic = 0;
   if (getrandom(&magic, sizeof magic, 0) != sizeof magic) {
     return Outcome::error(ncclSystemError, "getrandom failed");
   }
-  fillId(id, magic, loopback(port));
+  fillId(id, magic, addressAt(place));
   return startRoot(std::move(listener), magic);
 }
 
@@ -126,7 +126,7 @@ Outcome releaseUniqueId(const ncclUniqueId& id, const Bound& bound) {
 }
 
 Outcome Reception::open() {
-  if (Outcome made = listenLoopback(&listener_, &port_); !made) return made;
+  if (Outcome made = listenHere(&listener_, &place_); !made) return made;
   door_ = std::make_unique<Door>(listener_.get(), sizeof(Greeting));
   return {};
 }
@@ -154,7 +154,7 @@ Outcome meet(const ncclUniqueId& id, int rank, int nranks, const Reception& rece
   out->magic = magicOf(id);
   out->rank = rank;
   const Join join{out->magic, static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(nranks),
-                  reception.port(), 0};
+                  reception.place(), 0};
   while (true) {
     bool answered = false;
     Outcome done = joinOnce(address, join, bound, &out->ports, &answered);
@@ -175,8 +175,9 @@ Outcome connectAll(const Meeting& meeting, Reception& reception, const Bound& bo
   peers->resize(meeting.ports.size());
   const Greeting greeting{.magic = meeting.magic, .rank = meeting.rank};
   for (int peer = 0; peer < meeting.rank; ++peer) {
-    const auto port = static_cast<std::uint16_t>(meeting.ports[peer]);
-    if (Outcome done = connectTo(loopback(port), bound, &(*peers)[peer]); !done) return done;
+    if (Outcome done = connectTo(addressAt(meeting.ports[peer]), bound, &(*peers)[peer]); !done) {
+      return done;
+    }
     if (Outcome done = sendAll((*peers)[peer].get(), &greeting, sizeof greeting, bound,
                                fmt::format("rank {}", peer));
         !done) {

@@ -38,14 +38,14 @@ struct Greeting {
 class Reception {
  public:
   Outcome open();
-  [[nodiscard]] std::uint16_t port() const { return port_; }
+  [[nodiscard]] Place place() const { return place_; }
   /// The next connection for `index`. Those for others are kept until their turn.
   Outcome next(std::uint64_t magic, std::uint64_t index, const Bound& bound,
                const std::string& whom, UniqueFd* out, Greeting* greeting);
 
  private:
   UniqueFd listener_;
-  std::uint16_t port_ = 0;
+  Place place_ = 0;
   std::unique_ptr<Door> door_;
   std::map<std::uint64_t, std::deque<std::pair<UniqueFd, Greeting>>> early_;
 };

@@ -36,8 +36,7 @@ Outcome gatherOffers(ncclComm* parent, const std::vector<int>& members, const Gr
   if (parent->rank != hub) {
     const std::string whom = fmt::format("rank {}, where a new communicator is made", hub);
     UniqueFd fd;
-    const auto port = static_cast<std::uint16_t>(parent->ports[hub]);
-    if (Outcome done = connectTo(loopback(port), bound, &fd); !done) return done;
+    if (Outcome done = connectTo(addressAt(parent->ports[hub]), bound, &fd); !done) return done;
     if (Outcome done = sendAll(fd.get(), &mine, sizeof mine, bound, whom); !done) return done;
     return receiveAll(fd.get(), all->data(), bytes, bound, whom);
   }
@@ -76,7 +75,7 @@ Outcome offer(ncclComm* parent, ncclComm* child, const std::vector<int>& members
   mine.rank = parent->rank;
   if (child) {
     if (Outcome opened = child->reception.open(); !opened) return opened;
-    mine.port = child->reception.port();
+    mine.port = child->reception.place();
   }
   const Bound bound(&parent->aborted, timeout(), child ? &child->aborted : nullptr);
   return gatherOffers(parent, members, mine, bound, all);
@@ -87,7 +86,7 @@ Outcome initialise(ncclComm* comm, const std::vector<ncclUniqueId>& ids) {
   const Bound bound(&comm->aborted);
   const ncclUniqueId& id = ids.front();
   // A grown communicator has one already.
-  if (!comm->reception.port()) {
+  if (!comm->reception.place()) {
     if (Outcome opened = comm->reception.open(); !opened) return opened;
   }
   if (comm->rank == 0) {

@@ -162,11 +162,27 @@ Outcome Bound::check(const std::string& what) const {
                                                      length_.count(), what));
 }
 
-sockaddr_in loopback(std::uint16_t port) {
+namespace {
+
+/// This rank's address, in host byte order: NCCLSTANDIN_ADDRESS, for ranks in network namespaces of
+/// their own, else 127.0.0.1.
+std::uint32_t ownAddress() {
+  static const std::uint32_t own = [] {
+    const char* text = std::getenv("NCCLSTANDIN_ADDRESS");
+    in_addr parsed{};
+    if (text && inet_pton(AF_INET, text, &parsed) == 1) return ntohl(parsed.s_addr);
+    return static_cast<std::uint32_t>(INADDR_LOOPBACK);
+  }();
+  return own;
+}
+
+}  // namespace
+
+sockaddr_in addressAt(Place place) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(place));
+  address.sin_addr.s_addr = htonl((ownAddress() & 0xffff0000u) | place >> 16);
   return address;
 }
 
@@ -183,15 +199,15 @@ Outcome listenAt(const sockaddr_in& address, UniqueFd* out) {
   return {};
 }
 
-Outcome listenLoopback(UniqueFd* out, std::uint16_t* port) {
-  sockaddr_in address = loopback(0);
+Outcome listenHere(UniqueFd* out, Place* place) {
+  sockaddr_in address = addressAt(ownAddress() << 16);
   socklen_t length = sizeof address;
   UniqueFd fd;
   if (Outcome made = listenAt(address, &fd); !made) return made;
   if (getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    return systemError("listening on loopback");
+    return systemError("listening on " + nameOf(address));
   }
-  *port = ntohs(address.sin_port);
+  *place = ownAddress() << 16 | ntohs(address.sin_port);
   *out = std::move(fd);
   return {};
 }

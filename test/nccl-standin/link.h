@@ -41,10 +41,13 @@ class Bound {
   Clock::time_point deadline_;
 };
 
-sockaddr_in loopback(std::uint16_t port);
+/// Where a rank listens: the port in the lower half, in the upper one the lower half of its IPv4
+/// address, of which all ranks share the upper (127.0, or that of NCCLSTANDIN_ADDRESS).
+using Place = std::uint32_t;
+sockaddr_in addressAt(Place place);
 /// A listening socket, for port 0 on one the system chooses; all sockets here are non-blocking.
 Outcome listenAt(const sockaddr_in& address, UniqueFd* out);
-Outcome listenLoopback(UniqueFd* out, std::uint16_t* port);
+Outcome listenHere(UniqueFd* out, Place* place);
 Outcome connectTo(const sockaddr_in& address, const Bound& bound, UniqueFd* out);
 Outcome sendAll(int fd, const void* data, std::size_t bytes, const Bound& bound,
                 const std::string& whom);

@@ -282,8 +282,8 @@ FramedSocket::Io fed(const std::string& bytes, Rng& rng, Taker* sink, std::strin
       const std::size_t now = std::min<std::size_t>(pick(rng, 1, 500), bytes.size() - given);
       const ssize_t sent = ::send(wire.here.get(), bytes.data() + given, now, MSG_NOSIGNAL);
       if (sent > 0) given += static_cast<std::size_t>(sent);
-      if (given == bytes.size()) wire.here.reset();
     }
+    if (given == bytes.size()) wire.here.reset();
     last = receiver.receive(*sink, 5000);
     if (last == FramedSocket::Io::Failed || last == FramedSocket::Io::Ended) break;
   }

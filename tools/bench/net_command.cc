@@ -36,6 +36,7 @@ constexpr std::uint64_t kMaxBytes = 16ull << 30;
 
 struct Settings {
   std::vector<std::uint64_t> sizes;
+  std::vector<std::string> over{"sockets", "tcp", "shm"};
   int batches = 5;
   NetPair pair;
 };
@@ -99,6 +100,12 @@ Status complete(const NetCommandLine& line, Settings* out) {
   for (std::uint64_t bytes = first; bytes <= last; bytes *= static_cast<std::uint64_t>(factor)) {
     out->sizes.push_back(bytes);
   }
+  if (!line.over.empty()) out->over = line.over;
+  for (const std::string& over : out->over) {
+    if (over != "sockets" && over != "tcp" && over != "shm") {
+      return bad(fmt::format("--over {}: allowed are sockets, tcp and shm", over));
+    }
+  }
   const std::string address = line.address.empty() ? "127.0.0.1" : line.address;
   if (Status s = SocketAddress::parse(address, &out->pair.local); !s) {
     return bad(fmt::format("--address: {}", s.message()));
@@ -119,9 +126,11 @@ class NetRun {
       std::unique_ptr<NetLink> link;
     };
     std::vector<Way> ways;
-    ways.push_back({"bare", "sockets", makeBareLink, nullptr});
-    ways.push_back({"hoccl", "tcp", makeTcpLink, nullptr});
-    ways.push_back({"hoccl", "shm", makeShmLink, nullptr});
+    for (const std::string& over : settings_.over) {
+      if (over == "sockets") ways.push_back({"bare", "sockets", makeBareLink, nullptr});
+      if (over == "tcp") ways.push_back({"hoccl", "tcp", makeTcpLink, nullptr});
+      if (over == "shm") ways.push_back({"hoccl", "shm", makeShmLink, nullptr});
+    }
     for (Way& way : ways) {
       if (Status status = way.make(settings_.pair, most, &way.link); !status) return status;
     }
@@ -196,7 +205,7 @@ void printRatios(const std::vector<NetRow>& rows) {
   }
   std::printf("# tcp against bare sockets (above 1: faster):");
   for (const NetRow& row : rows) {
-    if (row.transport != "tcp") continue;
+    if (row.transport != "tcp" || bare.count({row.op, row.bytes}) == 0) continue;
     std::printf(" %s %s %.2f", row.op.c_str(), formatBytes(row.bytes).c_str(),
                 bare[{row.op, row.bytes}] / row.timeUs());
   }
@@ -254,6 +263,8 @@ CLI::App* addNetCommand(CLI::App& bench, const std::shared_ptr<NetCommandLine>& 
   net->add_option("--sockets", line->sockets,
                   "sockets a thread (default: HOCCL_NSOCKS_PERTHREAD, NCCL_NSOCKS_PERTHREAD)");
   net->add_option("--address", line->address, "this host's address to use (default 127.0.0.1)");
+  net->add_option("--over", line->over, "what is measured (default sockets,tcp,shm)")
+      ->delimiter(',');
   net->add_option("--json", line->jsonFile, "write the rows to this file");
   return net;
 }
@@ -300,7 +311,7 @@ int runNetBench(const NetCommandLine& line, const std::string& command) {
   while (::waitpid(child, &state, 0) < 0 && errno == EINTR) {
   }
   if (!status) return fail(kFailed, status);
-  printRatios(run.rows());
+  if (settings.over.size() > 1) printRatios(run.rows());
   if (!line.jsonFile.empty()) {
     if (Status s = writeJson(line.jsonFile, jsonOf(settings, run.rows(), command)); !s) {
       return fail(kFailed, s);

@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace CLI {
 class App;
@@ -13,6 +14,7 @@ namespace hoccl::bench {
 /// `hoccl bench net` as typed.
 struct NetCommandLine {
   std::string minBytes, maxBytes, address, jsonFile;
+  std::vector<std::string> over;
   std::optional<long long> factor, batches, threads, sockets;
 };
 

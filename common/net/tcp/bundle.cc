@@ -230,8 +230,8 @@ Status tuneSocket(int fd) { return setOption(fd, IPPROTO_TCP, TCP_NODELAY, 1, "T
 Status tuneLifeSocket(int fd, std::uint64_t timeoutMs) {
   // A probe each second of silence; TCP_USER_TIMEOUT says when no answer means the end. On this
   // socket alone: on one with data it would also end a connection whose peer is merely stopped.
-  // The clock is looked at with each probe, so a little less than the bound.
-  const auto user = static_cast<int>(std::min<std::uint64_t>(timeoutMs - timeoutMs / 5, 1u << 30));
+  // The clock is looked at with each probe, once a second, so less than the bound.
+  const auto user = static_cast<int>(std::min<std::uint64_t>(timeoutMs - timeoutMs / 4, 1u << 30));
   if (Status s = setOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE"); !s) return s;
   if (Status s = setOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 1, "TCP_KEEPIDLE"); !s) return s;
   if (Status s = setOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1, "TCP_KEEPINTVL"); !s) return s;

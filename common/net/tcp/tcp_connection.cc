@@ -88,6 +88,11 @@ bool TcpConnection::peerGone() const {
   return broken_.load(std::memory_order_acquire) || bundle_->gone();
 }
 
+std::string TcpConnection::goneReason() const {
+  if (broken_.load(std::memory_order_acquire)) return "its mover sent something that makes no sense";
+  return fmt::format("its mover has ended or cannot be reached: {}", bundle_->status().message());
+}
+
 void TcpConnection::watch() {
   std::uint64_t rings = 0;
   [[maybe_unused]] ssize_t got = ::read(bundle_->watchFd(), &rings, sizeof rings);

@@ -32,6 +32,7 @@ class TcpConnection final : public Connection {
   [[nodiscard]] bool tryWrite(std::uint32_t slot, std::uint64_t bytes, std::uint64_t turn) override;
   void nudge() override { bundle_->nudge(); }
   [[nodiscard]] bool peerGone() const override;
+  [[nodiscard]] std::string goneReason() const override;
   [[nodiscard]] int watchFd() const override { return bundle_->watchFd(); }
   void watch() override;
   [[nodiscard]] bool drained() const override { return bundle_->drained(); }

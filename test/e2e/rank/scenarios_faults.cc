@@ -100,7 +100,8 @@ void moverDies(const Rank& rank) {
   const auto began = Clock::now();
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
   REQUIRE(Clock::now() - began < std::chrono::seconds(5), "the abort took too long");
-  // A new communicator gets a new mover.
+  if (rank.argument("cut", "0") == "1") rank.await("mended");
+  // A new communicator gets a new mover, or the movers a new connection.
   ncclComm_t next = rank.communicator("next");
   out.fill(seedOf(rank.rank, 1), checked);
   in.poison(checked);
