@@ -134,6 +134,7 @@ Status findDevices(int abiVersion, Process& all) {
     options = BundleOptions{};
   }
   options.name = "hoccl-net";
+  options.waitForAccept = true;
   all.options = options;
   // While something is open, devices stay what they are.
   const bool inUse = !all.listeners.empty() || !all.connections.empty();

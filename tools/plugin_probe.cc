@@ -16,6 +16,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tools/driver_probe.h"
+#include "tools/net_plugin_trial.h"
 
 namespace hoccl {
 namespace {
@@ -26,6 +27,7 @@ namespace fs = std::filesystem;
 constexpr const char* kShimSymbol = "hocclShimVersion";
 constexpr const char* kSendSymbol = "ncclSend";
 constexpr const char* kShimFile = "libnccl-tuner-hoccl.so";
+constexpr const char* kNetFile = "libnccl-net-hoccl.so";
 constexpr const char* kCoreFile = "libhoccl.so";
 constexpr const char* kMoverFile = "hoccl-mover";
 // NCCL copies the variable into a buffer of this size and cuts what is longer.
@@ -52,7 +54,12 @@ struct LoadProbe {
   std::string file;
   std::string error;                 ///< the loader's words, or how the child ended
   std::vector<std::string> symbols;  ///< those of the asked ones that it has
+  NetPluginTrial trial;              ///< of HOCCL's own net plugin
 };
+
+bool endsWith(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
 
 // Runs in the child. `ownOnly` counts only symbols that the library itself defines: one that a
 // dependency of a preloaded library defines interposes nothing by itself.
@@ -77,6 +84,13 @@ std::string loadAndLook(const std::string& name, const std::vector<std::string>&
                          static_cast<std::uintptr_t>(map->l_addr);
     if (own || !ownOnly) answer["symbols"].push_back(wanted);
   }
+  if (endsWith(answer.value("file", ""), kNetFile)) {
+    const NetPluginTrial trial = tryNetPlugin(handle);
+    answer["trial"] = {{"tried", trial.tried},
+                       {"devices", trial.devices},
+                       {"line", trial.line},
+                       {"problem", trial.problem}};
+  }
   return answer.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -94,11 +108,11 @@ LoadProbe probeLibrary(const std::string& name, const std::vector<std::string>& 
   probe.loaded = probe.error.empty();
   probe.file = answer.value("file", "");
   probe.symbols = answer.value("symbols", std::vector<std::string>());
+  if (const Json trial = answer.value("trial", Json()); trial.is_object()) {
+    probe.trial = {trial.value("tried", false), trial.value("devices", 0), trial.value("line", ""),
+                   trial.value("problem", "")};
+  }
   return probe;
-}
-
-bool endsWith(std::string_view text, std::string_view end) {
-  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
 bool startsWith(std::string_view text, std::string_view start) {
@@ -268,6 +282,14 @@ PluginReport examineNcclPlugin(const KindFacts& kind, const std::string& name, i
         kind.lowest, kind.symbolPrefix, kind.highest, kind.variable));
     return report;
   }
+  if (probe.trial.tried) {
+    report.hocclNet = true;
+    if (!probe.trial.line.empty()) report.notes.push_back(probe.trial.line);
+    if (!probe.trial.problem.empty()) {
+      report.problems.push_back(
+          fmt::format("{}: NCCL would go on without it: {}", report.file, probe.trial.problem));
+    }
+  }
   if (ncclVersion == 0) return report;
   const VersionRange range = acceptedVersions(kind.kind, ncclVersion);
   const bool accepted =
@@ -320,8 +342,15 @@ std::string verdictOf(const PluginsReport& report) {
     return "nothing is named in LD_PRELOAD or NCCL_*_PLUGIN: a job in this environment is plain "
            "NCCL";
   }
-  const char* steering =
+  std::string steering =
       report.steered ? "HOCCL steers send and receive" : "HOCCL does not steer here";
+  // NCCL takes the first of its net plugins that works.
+  const auto net = std::find_if(report.plugins.begin(), report.plugins.end(), [](const auto& p) {
+    return p.kind == PluginKind::Net && !p.file.empty();
+  });
+  if (net != report.plugins.end() && net->hocclNet && net->fits()) {
+    steering += "; NCCL's own traffic goes over HOCCL's net plugin";
+  }
   if (bad > 0) {
     return fmt::format("{} of {} named do not load or do not fit; {}", bad, report.plugins.size(),
                        steering);

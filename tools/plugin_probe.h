@@ -35,6 +35,7 @@ struct PluginReport {
   std::vector<int> versions;    ///< N of the ncclNetPlugin_vN … it exports
   bool steering = false;        ///< a preloaded library that exports hocclShimVersion
   bool interposesSend = false;  ///< it defines ncclSend
+  bool hocclNet = false;        ///< HOCCL's net plugin, whose init was tried
   std::vector<CompanionReport> companions;
   std::vector<std::string> problems;  ///< why it does not load, or does not fit
   std::vector<std::string> notes;

@@ -52,6 +52,8 @@ std::vector<LogLine> takeLog() {
   return std::exchange(logLines, {});
 }
 
+hoccl::nccl_abi::Logger sessionLogger() { return logger; }
+
 std::string onlyWarning() {
   std::string warning, all;
   int count = 0;

@@ -20,6 +20,8 @@ struct LogLine {
 };
 /// Those since the last call.
 std::vector<LogLine> takeLog();
+/// What fills that log.
+[[nodiscard]] hoccl::nccl_abi::Logger sessionLogger();
 /// The one warning of the log; ends the child if there is none, or another number.
 std::string onlyWarning();
 

@@ -120,6 +120,30 @@ TEST_F(DoctorTest, PluginThatLoadsAndFits) {
   EXPECT_TRUE(examineWith("NCCL_TUNER_PLUGIN", fixture("libnccl-tuner-fake.so")).ok);
 }
 
+// The real one: loaded, initialised, its own line among the notes.
+TEST_F(DoctorTest, HocclsNetPlugin) {
+  const std::string path = HOCCL_TEST_BUILD_DIR "/plugin-net/libnccl-net-hoccl.so";
+  const PluginsReport report = examineWith("NCCL_NET_PLUGIN", path);
+  ASSERT_EQ(report.plugins.size(), 1u);
+  EXPECT_TRUE(report.ok) << report.verdict;
+  EXPECT_EQ(report.plugins[0].versions, (std::vector<int>{8, 9, 10, 11, 12}));
+  EXPECT_TRUE(report.plugins[0].hocclNet);
+  ASSERT_EQ(report.plugins[0].notes.size(), 1u);
+  EXPECT_CONTAINS(report.plugins[0].notes[0], "transport tcp");
+  EXPECT_CONTAINS(report.verdict, "HOCCL's net plugin");
+}
+
+TEST_F(DoctorTest, HocclsNetPluginWithoutAnInterface) {
+  ::setenv("NCCL_SOCKET_IFNAME", "=nosuch0", 1);
+  const PluginsReport report =
+      examineWith("NCCL_NET_PLUGIN", HOCCL_TEST_BUILD_DIR "/plugin-net/libnccl-net-hoccl.so");
+  ::unsetenv("NCCL_SOCKET_IFNAME");
+  EXPECT_FALSE(report.ok);
+  ASSERT_EQ(report.plugins[0].problems.size(), 1u);
+  EXPECT_CONTAINS(report.plugins[0].problems[0], "NCCL_SOCKET_IFNAME");
+  EXPECT_EQ(report.verdict.find("HOCCL's net plugin"), std::string::npos);
+}
+
 TEST_F(DoctorTest, BareNameThatIsNowhereNamesBothTries) {
   const std::string text = problemsWith("NCCL_NET_PLUGIN", "no-such-thing");
   EXPECT_CONTAINS(text, "no-such-thing: not found");

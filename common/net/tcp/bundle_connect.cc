@@ -70,6 +70,10 @@ class Connecting final : public BundleSetup {
     if (ends_[0].greeted) readAnswer();
     if (state_ != State::Pending) return state_;
     if (!problem_ && (!ends_[0].greeted || reasonDeadline_.passed())) return fail(problem_);
+    if (options_.waitForAccept && ends_[0].greeted) {
+      if (problem_) lookForEnds();
+      return state_;
+    }
     if (deadline_.passed()) {
       return fail(Status::error(
           Code::Timeout,
@@ -162,6 +166,23 @@ class Connecting final : public BundleSetup {
       return;
     }
     end.greeted = true;
+  }
+
+  /// Without a deadline: a host or process that is gone shows on the sockets (on the life socket, if
+  /// by nothing else).
+  void lookForEnds() {
+    for (End& end : ends_) {
+      if (&end == &ends_[0] || !end.greeted) continue;
+      char byte;
+      const ssize_t got = ::recv(end.socket.get(), &byte, 1, MSG_DONTWAIT | MSG_PEEK);
+      if (got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))) {
+        continue;
+      }
+      problem_ = got == 0 ? Status::error(Code::Remote, "its process has ended")
+                          : connectError(errno);
+      reasonDeadline_ = Deadline::afterMs(kReasonMs);
+      return;
+    }
   }
 
   void readAnswer() {
