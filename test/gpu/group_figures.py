@@ -386,8 +386,12 @@ def _collectives(context):
 
 def run(context):
     _sendrecv(context)
-    _start_up(context)
     _gemm(context)
+    _collectives(context)
+
+
+def run_idle(context):
+    """Group idle."""
+    _start_up(context)
     _cpu_and_latency(context)
     _mover_memory(context)
-    _collectives(context)
