@@ -208,20 +208,24 @@ TEST(PeerCloses, LaterReceivesFail) {
     Session session(11);
     Net& net = session.net();
     void* const comm = session.connectPair(side, 0);
-    std::uint64_t value = 42;
     if (side.rank() == 0) {
-      finish(net, startSend(net, comm, &value, sizeof value, 0));
+      for (const std::uint64_t value : {41, 42}) {
+        finish(net, startSend(net, comm, &value, sizeof value, 0));
+      }
       REQUIRE_OK(net.closeSend(comm));
       side.meet();
       return;
     }
+    std::uint64_t first = 0, got = 0, never = 0;
+    void* const one = startReceive(net, comm, &first, sizeof first, 0);
+    void* const two = startReceive(net, comm, &got, sizeof got, 0);
     side.meet();
-    std::uint64_t got = 0;
-    finish(net, startReceive(net, comm, &got, sizeof got, 0));
-    REQUIRE(got == 42);
     takeLog();
-    REQUIRE(failureOf(net, startReceive(net, comm, &got, sizeof got, 0)) == ncclRemoteError);
+    REQUIRE(failureOf(net, startReceive(net, comm, &never, sizeof never, 0)) == ncclRemoteError);
     expectOneLineAboutPeer();
+    finish(net, two);
+    finish(net, one);
+    REQUIRE(first == 41 && got == 42 && never == 0);
     // The error stays.
     void* request = nullptr;
     void* place = &got;
