@@ -53,11 +53,11 @@ Status Endpoint::fail(const Status& status) {
   return failure_;
 }
 
-void Endpoint::shut() {
+void Endpoint::shut(bool linger) {
   if (!bundle_) return;
   const Deadline deadline = Deadline::afterMs(kLingerMs);
   (void)flush();
-  while (!bundle_->gone() && !bundle_->drained() && !deadline.passed()) {
+  while (linger && !bundle_->gone() && !bundle_->drained() && !deadline.passed()) {
     const timespec pause{0, 100000};
     ::nanosleep(&pause, nullptr);
   }

@@ -19,7 +19,7 @@ class Endpoint {
   Endpoint(const char* role, std::string peer) : role_(role), peer_(std::move(peer)) {}
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
-  ~Endpoint() { shut(); }
+  ~Endpoint() { shut(false); }
 
   void attach(std::unique_ptr<Bundle> bundle) { bundle_ = std::move(bundle); }
   [[nodiscard]] Bundle* bundle() { return bundle_.get(); }
@@ -43,9 +43,10 @@ class Endpoint {
 
   /// Says what went wrong, once, and closes the sockets, so that the peer knows, too.
   Status fail(const Status& status);
-  /// Closes the sockets. What the kernel has taken goes out, unless the peer's host does not take
-  /// it within kLingerMs.
-  void shut();
+  /// Closes the sockets. With `linger` only once the peer's host has what was sent, or after
+  /// kLingerMs: unread input (places, credits) at the close would make the kernel throw away what
+  /// is under way.
+  void shut(bool linger);
 
   static constexpr std::uint64_t kLingerMs = 100;
 

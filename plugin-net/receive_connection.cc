@@ -40,11 +40,9 @@ ReceiveEnd::TagState* ReceiveEnd::stateOf(int tag) {
   return last_;
 }
 
-Status ReceiveEnd::progress() {
-  bool gone = false;
-  end_.receive(controlSink_, &gone);
+Status ReceiveEnd::progress(bool* gone) {
+  end_.receive(controlSink_, gone);
   if (!heardBad_) return end_.fail(heardBad_);
-  if (gone) return end_.fail(end_.whyGone());
   return {};
 }
 
@@ -159,7 +157,6 @@ void ReceiveEnd::gaveBack(TagState& tag) {
 
 Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
   *done = false;
-  if (!end_.failure()) return end_.failure();
   auto* const request = static_cast<ReceiveRequest*>(base);
   const auto allFinished = [&] {
     for (std::size_t i = 0; i < request->count; ++i) {
@@ -168,8 +165,11 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
     return true;
   };
   if (!allFinished()) {
-    if (Status status = progress(); !status) return status;
-    if (!allFinished()) return {};
+    if (!end_.failure()) return end_.failure();
+    bool gone = false;
+    if (Status status = progress(&gone); !status) return status;
+    // Looked at again: the last piece may have come just before the end.
+    if (!allFinished()) return gone ? end_.fail(end_.whyGone()) : Status();
   }
   for (std::size_t i = 0; i < request->count; ++i) {
     Slot& slot = *request->slots[i];

@@ -86,7 +86,7 @@ class ReceiveEnd final : public ReceiveConnection {
   };
 
   [[nodiscard]] TagState* stateOf(int tag);
-  Status progress();
+  Status progress(bool* gone);
   void open(Slot& slot, const Receive& receive, TagState& tag);
   void namePlace(Slot& slot);
   [[nodiscard]] bool finished(Slot& slot);

@@ -15,6 +15,11 @@ SendEnd::SendEnd(std::string peer) : end_("sending to", std::move(peer)) {
   }
 }
 
+SendEnd::~SendEnd() {
+  // With sends under way this is the end of everything, and nobody needs what was sent before.
+  end_.shut(free_.size() == kSendRequests);
+}
+
 SendEnd::TagState* SendEnd::stateOf(int tag) {
   if (last_ != nullptr && lastTag_ == tag) return last_;
   auto found = tags_.find(tag);
@@ -39,11 +44,9 @@ SendEnd::SendRequest* SendEnd::takeRequest() {
   return request;
 }
 
-Status SendEnd::progress() {
-  bool gone = false;
-  end_.receive(controlSink_, &gone);
+Status SendEnd::progress(bool* gone) {
+  end_.receive(controlSink_, gone);
   if (!heardBad_) return end_.fail(heardBad_);
-  if (gone) return end_.fail(end_.whyGone());
   return {};
 }
 
@@ -71,41 +74,56 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, Request** out
       free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
       return {};
     }
-  } else {
-    request->index = state->next++;
-    request->moved.store(0, std::memory_order_relaxed);
-    const PostedReceive& posted = state->posted[request->index % kReceiveSlots];
-    if (posted.index == request->index) {
-      if (Status status = takePosted(*request, posted); !status) return end_.fail(status);
-    } else {
-      request->stage = Stage::Asking;
-      Control control;
-      control.tag = tag;
-      control.index = request->index;
-      control.bytes = bytes;
-      end_.say(Kind::Announce, control);
-    }
+  } else if (Status status = sendLarge(*state, *request); !status) {
+    return status;
   }
   *out = request;
   return {};
 }
 
 Status SendEnd::sendSmall(TagState& tag, SendRequest& request, bool* said) {
+  bool gone = false;
   if (tag.unread >= kEagerWindow) {
-    if (Status status = progress(); !status) return status;
+    if (Status status = progress(&gone); !status) return status;
+    if (gone) return end_.fail(end_.whyGone());
     if (tag.unread >= kEagerWindow) return {};
   }
   Control control;
   control.tag = request.tag;
   control.index = tag.next;
   control.bytes = request.bytes;
-  if (!end_.sayNow(Kind::Message, control, request.data, request.bytes)) return progress();
+  if (!end_.sayNow(Kind::Message, control, request.data, request.bytes)) {
+    if (Status status = progress(&gone); !status) return status;
+    return gone ? end_.fail(end_.whyGone()) : Status();
+  }
   ++tag.next;
   ++tag.unread;
   request.index = control.index;
   request.position = end_.said();
   request.stage = Stage::Small;
   *said = true;
+  return {};
+}
+
+Status SendEnd::sendLarge(TagState& tag, SendRequest& request) {
+  const PostedReceive& posted = tag.posted[tag.next % kReceiveSlots];
+  if (posted.index != tag.next) {
+    bool gone = false;  // its place may have been named already, and lie unread
+    if (Status status = progress(&gone); !status) return status;
+    if (gone) return end_.fail(end_.whyGone());
+  }
+  request.index = tag.next++;
+  request.moved.store(0, std::memory_order_relaxed);
+  if (posted.index == request.index) {
+    const Status status = takePosted(request, posted);
+    return status.ok() ? status : end_.fail(status);
+  }
+  request.stage = Stage::Asking;
+  Control control;
+  control.tag = request.tag;
+  control.index = request.index;
+  control.bytes = request.bytes;
+  end_.say(Kind::Announce, control);
   return {};
 }
 
@@ -137,22 +155,26 @@ void SendEnd::tryMove(SendRequest& request) {
 }
 
 bool SendEnd::finished(const SendRequest& request) const {
-  if (request.stage == Stage::Small) return end_.taken() >= request.position;
+  if (request.stage == Stage::Small) {
+    return end_.failure().ok() && end_.taken() >= request.position;
+  }
   return request.stage == Stage::Moving &&
          request.moved.load(std::memory_order_acquire) == request.bytes;
 }
 
 Status SendEnd::test(Request* base, bool* done, int* sizes) {
   *done = false;
-  if (!end_.failure()) return end_.failure();
   auto* const request = static_cast<SendRequest*>(base);
   if (!finished(*request)) {
+    if (!end_.failure()) return end_.failure();
     if (request->stage == Stage::Queueing) tryMove(*request);
+    bool gone = false;
     // While the data sockets work there is nothing to hear, unless they cannot go on.
     if (request->stage != Stage::Moving || end_.bundle()->gone()) {
-      if (Status status = progress(); !status) return status;
+      if (Status status = progress(&gone); !status) return status;
     }
-    if (!finished(*request)) return {};
+    // Looked at again: its last piece may have gone just before the end.
+    if (!finished(*request)) return gone ? end_.fail(end_.whyGone()) : Status();
   }
   *done = true;
   if (sizes != nullptr) {

@@ -17,6 +17,7 @@ inline constexpr std::size_t kSendRequests = kReceiveSlots;
 class SendEnd final : public SendConnection {
  public:
   explicit SendEnd(std::string peer);
+  ~SendEnd() override;
 
   Status send(const void* data, std::size_t bytes, int tag, Request** out) override;
   Status test(Request* request, bool* done, int* sizes) override;
@@ -73,8 +74,9 @@ class SendEnd final : public SendConnection {
   [[nodiscard]] TagState* stateOf(int tag);
   [[nodiscard]] TagState* knownState(int tag);
   [[nodiscard]] SendRequest* takeRequest();
-  Status progress();
+  Status progress(bool* gone);
   Status sendSmall(TagState& tag, SendRequest& request, bool* said);
+  Status sendLarge(TagState& tag, SendRequest& request);
   Status takePosted(SendRequest& request, const PostedReceive& receive);
   void tryMove(SendRequest& request);
   [[nodiscard]] bool finished(const SendRequest& request) const;

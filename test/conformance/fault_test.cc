@@ -158,10 +158,10 @@ TEST(PeerKilledInSetUp, TheOtherSideHasAnErrorOrNothing) {
         (void)onlyWarning();
       } else if (comm != nullptr) {
         std::vector<std::byte> memory(1 << 20);
-        void* const request = side.rank() == 0
-                                  ? startSend(net, comm, memory.data(), memory.size(), 0)
-                                  : startReceive(net, comm, memory.data(), memory.size(), 0);
-        REQUIRE(failureOf(net, request) == ncclRemoteError);
+        const ncclResult_t failure =
+            side.rank() == 0 ? failureOfSend(net, comm, memory.data(), memory.size(), 0)
+                             : failureOfReceive(net, comm, memory.data(), memory.size(), 0);
+        REQUIRE(failure == ncclRemoteError);
       }
     });
     EXPECT_FALSE(outcome.timedOut) << round << ": " << outcome.text();
@@ -208,20 +208,24 @@ TEST(PeerCloses, LaterReceivesFail) {
     Session session(11);
     Net& net = session.net();
     void* const comm = session.connectPair(side, 0);
-    std::uint64_t value = 42;
     if (side.rank() == 0) {
-      finish(net, startSend(net, comm, &value, sizeof value, 0));
+      for (const std::uint64_t value : {41, 42}) {
+        finish(net, startSend(net, comm, &value, sizeof value, 0));
+      }
       REQUIRE_OK(net.closeSend(comm));
       side.meet();
       return;
     }
+    std::uint64_t first = 0, got = 0, never = 0;
+    void* const one = startReceive(net, comm, &first, sizeof first, 0);
+    void* const two = startReceive(net, comm, &got, sizeof got, 0);
     side.meet();
-    std::uint64_t got = 0;
-    finish(net, startReceive(net, comm, &got, sizeof got, 0));
-    REQUIRE(got == 42);
     takeLog();
-    REQUIRE(failureOf(net, startReceive(net, comm, &got, sizeof got, 0)) == ncclRemoteError);
+    REQUIRE(failureOfReceive(net, comm, &never, sizeof never, 0) == ncclRemoteError);
     expectOneLineAboutPeer();
+    finish(net, two);
+    finish(net, one);
+    REQUIRE(first == 41 && got == 42 && never == 0);
     // The error stays.
     void* request = nullptr;
     void* place = &got;
@@ -247,19 +251,17 @@ TEST_P(TooSmall, ReceiveOfAShorterMessage) {
     std::vector<unsigned char> memory(bytes, 0xcd);
     takeLog();
     if (side.rank() == 0) {
-      void* request = startSend(net, comm, memory.data(), bytes, 3);
       if (bytes > 16384) {
-        REQUIRE(failureOf(net, request) == ncclInvalidArgument);
+        REQUIRE(failureOfSend(net, comm, memory.data(), bytes, 3) == ncclInvalidArgument);
         REQUIRE(onlyWarning().find("takes " + std::to_string(bytes - 1)) != std::string::npos);
       } else {
-        finish(net, request);
+        finish(net, startSend(net, comm, memory.data(), bytes, 3));
         // The receiver has closed.
-        REQUIRE(failureOf(net, startSend(net, comm, memory.data(), std::size_t{1} << 20, 3)) ==
+        REQUIRE(failureOfSend(net, comm, memory.data(), std::size_t{1} << 20, 3) ==
                 ncclRemoteError);
       }
     } else {
-      const ncclResult_t result =
-          failureOf(net, startReceive(net, comm, memory.data(), bytes - 1, 3));
+      const ncclResult_t result = failureOfReceive(net, comm, memory.data(), bytes - 1, 3);
       REQUIRE(result == (bytes > 16384 ? ncclRemoteError : ncclInvalidArgument));
       const std::string line = onlyWarning();
       if (bytes <= 16384) {

@@ -155,6 +155,25 @@ ncclResult_t failureOf(Net& net, void* request, double seconds) {
   }
 }
 
+ncclResult_t failureOfSend(Net& net, void* comm, const void* data, std::size_t bytes, int tag) {
+  const double start = now();
+  for (;;) {
+    void* request = nullptr;
+    const ncclResult_t result = net.send(comm, data, bytes, tag, &request);
+    if (result != ncclSuccess) return result;
+    if (request != nullptr) return failureOf(net, request);
+    REQUIRE(now() - start < 5);
+  }
+}
+
+ncclResult_t failureOfReceive(Net& net, void* comm, void* data, std::size_t bytes, int tag) {
+  void* request = nullptr;
+  const ncclResult_t result = net.receive(comm, 1, &data, &bytes, &tag, &request);
+  if (result != ncclSuccess) return result;
+  REQUIRE(request != nullptr);
+  return failureOf(net, request);
+}
+
 void* startSend(Net& net, void* comm, const void* data, std::size_t bytes, int tag) {
   void* request = nullptr;
   const double start = now();

@@ -54,6 +54,9 @@ class Session {
 int finish(Net& net, void* request, int* sizes = nullptr, double seconds = 10);
 /// Tests until an error; ends the child unless one comes within 5 s. The error.
 ncclResult_t failureOf(Net& net, void* request, double seconds = 5);
+/// The error of a send (or receive) that must fail, when it is started or later.
+ncclResult_t failureOfSend(Net& net, void* comm, const void* data, std::size_t bytes, int tag);
+ncclResult_t failureOfReceive(Net& net, void* comm, void* data, std::size_t bytes, int tag);
 /// A send or receive that is started now or, if the plugin says later, later.
 void* startSend(Net& net, void* comm, const void* data, std::size_t bytes, int tag);
 void* startReceive(Net& net, void* comm, void* data, std::size_t bytes, int tag);

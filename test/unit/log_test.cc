@@ -49,6 +49,25 @@ std::size_t countOf(const std::string& text, const std::string& part) {
   return count;
 }
 
+// Lines of a plugin: no prefix, from Info on, and back to standard error afterwards.
+TEST(LogTest, HandlerTakesTheLines) {
+  const std::string text = stderrOf({}, [] {
+    static std::string taken;
+    setLogHandler([](LogLevel level, std::string_view line) {
+      taken += level == LogLevel::Info ? "info:" : level == LogLevel::Error ? "error:" : "other:";
+      taken += std::string(line) + ";";
+    });
+    logInfo("one {}", 1);
+    logDebug("not shown");
+    logError("two");
+    setLogHandler(nullptr);
+    logInfo("not shown either");
+    logWarn("taken {}", taken);
+  });
+  EXPECT_NE(text.find("taken info:one 1;error:two;\n"), std::string::npos) << text;
+  EXPECT_EQ(countOf(text, "\n"), 1u) << text;
+}
+
 TEST(LogTest, LineHasLevelHostProcessAndRole) {
   const std::string text = stderrOf({}, [] {
     setLogRole("mover rank 3");
