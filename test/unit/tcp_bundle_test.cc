@@ -251,6 +251,73 @@ TEST_P(TcpBundleTest, Rule10StrangersAreDroppedAndDisturbNobody) {
   EXPECT_TRUE(dropped(mute, *listener));
 }
 
+TEST_P(TcpBundleTest, Rule10FuzzedGreetingsByOneWhoKnowsTheNonce) {
+  BundleOptions options;
+  options.timeoutMs = 300;
+  auto listener = listen(options);
+  Rng rng(testSeed());
+  std::vector<std::unique_ptr<BundleSetup>> taken;
+  for (int round = 0; round < 400; ++round) {
+    UniqueFd fd = stranger(*listener);
+    bundle_wire::Greeting greeting;
+    greeting.nonce = listener->nonce();
+    greeting.role = static_cast<bundle_wire::Role>(pick(rng, 0, 3));
+    greeting.index = static_cast<std::uint16_t>(pick(rng, 0, 70));
+    greeting.dataSockets = static_cast<std::uint16_t>(pick(rng, 0, 70));
+    greeting.bundle[0] = static_cast<std::uint8_t>(pick(rng, 0, 5));  // several meet
+    if (pick(rng, 0, 9) == 0) greeting.version = static_cast<std::uint16_t>(rng());
+    std::string bytes(reinterpret_cast<char*>(&greeting), sizeof greeting);
+    if (pick(rng, 0, 4) == 0) bytes[pick(rng, 0, bytes.size() - 1)] = static_cast<char>(rng());
+    if (pick(rng, 0, 4) == 0) bytes.resize(pick(rng, 0, bytes.size()));
+    if (pick(rng, 0, 4) == 0) bytes.append(pick(rng, 1, 300), 'x');
+    (void)::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (pick(rng, 0, 1) == 0) fd.reset();
+    if (auto setup = listener->accept()) {
+      if (pick(rng, 0, 1) == 0) setup->accept({});
+      taken.push_back(std::move(setup));
+    }
+    for (auto& setup : taken) setup->advance();
+    if (pick(rng, 0, 20) == 0) taken.clear();
+  }
+  taken.clear();
+  auto asking = connect(*listener, "the real one");
+  std::unique_ptr<BundleSetup> answering;
+  ASSERT_TRUE(waitUntil([&] {
+    asking->advance();
+    answering = listener->accept();
+    return answering && says(answering->hello(), "the real one");
+  }));
+  answering->accept({});
+  EXPECT_TRUE(bothDone(*asking, *answering));
+}
+
+TEST_P(TcpBundleTest, Rule10NonsenseOnADataSocketEndsTheBundleWithOneLine) {
+  auto listener = listen();
+  // A peer that knows the nonce and does the set-up right, then sends garbage.
+  bundle_wire::Greeting greeting;
+  greeting.nonce = listener->nonce();
+  greeting.dataSockets = 1;
+  UniqueFd sockets[3];
+  for (int role = 0; role < 3; ++role) {
+    sockets[role] = stranger(*listener);
+    greeting.role = static_cast<bundle_wire::Role>(role);
+    ASSERT_EQ(::send(sockets[role].get(), &greeting, sizeof greeting, 0), ssize_t{sizeof greeting});
+  }
+  auto answering = taken(*listener, nullptr);
+  ASSERT_NE(answering, nullptr);
+  answering->accept({});
+  ASSERT_TRUE(waitUntil([&] { return answering->advance() == State::Done; }));
+  Landing sink(1000);
+  std::unique_ptr<Bundle> bundle;
+  ASSERT_TRUE(answering->take(&sink, &bundle));
+  FrameHeader beyond;
+  beyond.bytes = 5000;  // allowed as a frame, but the sink has no place for it
+  ASSERT_EQ(::send(sockets[2].get(), &beyond, sizeof beyond, 0), ssize_t{sizeof beyond});
+  EXPECT_TRUE(waitUntil([&] { return bundle->gone(); }, 900)) << "at once";
+  EXPECT_NE(bundle->status().message().find("beyond the buffer"), std::string::npos)
+      << bundle->status().message();
+}
+
 TEST_P(TcpBundleTest, Rule10AnotherVersionIsNamed) {
   auto listener = listen();
   UniqueFd fd = stranger(*listener);

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <ctime>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -46,6 +47,7 @@ struct NetRow {
   std::uint64_t bytes = 0;
   int iterations = 0;
   std::vector<double> timesUs;  ///< of one payload or message, by batch
+  std::vector<double> cpuUs;    ///< CPU time of both processes for it, by batch
   [[nodiscard]] double timeUs() const { return median(timesUs); }
 };
 
@@ -139,14 +141,24 @@ class NetRun {
                        auto&& once) -> Status {
       std::vector<NetRow> rows;
       for (const Way& way : ways)
-        rows.push_back({way.impl, op, way.transport, bytes, iterations, {}});
+        rows.push_back({way.impl, op, way.transport, bytes, iterations, {}, {}});
       for (int batch = -1; batch < settings_.batches; ++batch) {  // one to warm up
         for (std::size_t i = 0; i < ways.size(); ++i) {
           double seconds = 0;
+          const double cpuBefore = cpuSeconds();
           if (Status status = once(*ways[i].link, &seconds); !status) {
             return status.inContext(fmt::format("{} of {}", op, ways[i].transport));
           }
-          if (batch >= 0) rows[i].timesUs.push_back(seconds * 1e6 / parts);
+          double cpu = cpuSeconds() - cpuBefore, theirs = 0;
+          const NetPair& pair = settings_.pair;
+          if (Status s = pair.side == 1 ? tell(pair, &cpu, sizeof cpu)
+                                        : hear(pair, &theirs, sizeof theirs);
+              !s) {
+            return s;
+          }
+          if (batch < 0) continue;
+          rows[i].timesUs.push_back(seconds * 1e6 / parts);
+          rows[i].cpuUs.push_back((cpu + theirs) * 1e6 / parts);
         }
       }
       for (NetRow& row : rows) {
@@ -180,15 +192,22 @@ class NetRun {
   [[nodiscard]] const std::vector<NetRow>& rows() const { return rows_; }
 
  private:
+  static double cpuSeconds() {
+    timespec used;
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+    return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
+  }
   static void print(const NetRow& row) {
     const double us = row.timeUs();
+    const double cpuUs = median(row.cpuUs);
+    const auto bytes = static_cast<unsigned long long>(row.bytes);
     if (row.op == "bandwidth") {
-      std::printf("%-10s %-8s %12llu %12.1f %12.3f %14s\n", row.op.c_str(), row.transport.c_str(),
-                  static_cast<unsigned long long>(row.bytes), us,
-                  static_cast<double>(row.bytes) / us * 1e-3, "-");
+      std::printf("%-10s %-8s %12llu %12.1f %12.3f %14s %12.1f\n", row.op.c_str(),
+                  row.transport.c_str(), bytes, us, static_cast<double>(row.bytes) / us * 1e-3, "-",
+                  cpuUs);
     } else {
-      std::printf("%-10s %-8s %12llu %12.3f %12s %14.0f\n", row.op.c_str(), row.transport.c_str(),
-                  static_cast<unsigned long long>(row.bytes), us, "-", 1e6 / us);
+      std::printf("%-10s %-8s %12llu %12.3f %12s %14.0f %12.3f\n", row.op.c_str(),
+                  row.transport.c_str(), bytes, us, "-", 1e6 / us, cpuUs);
     }
     std::fflush(stdout);
   }
@@ -243,6 +262,7 @@ nlohmann::ordered_json jsonOf(const Settings& settings, const std::vector<NetRow
                 : nlohmann::ordered_json();
     json["messages_per_s"] =
         payload ? nlohmann::ordered_json() : nlohmann::ordered_json(1e6 / row.timeUs());
+    json["cpu_us"] = median(row.cpuUs);
     json["batches_us"] = row.timesUs;
     report["rows"].push_back(json);
   }
@@ -300,8 +320,8 @@ int runNetBench(const NetCommandLine& line, const std::string& command) {
   std::printf(
       "# hoccl bench net: %u thread(s) of %u socket(s) a side, between two processes at %s\n",
       options.threads, options.socketsPerThread, settings.pair.local.text().c_str());
-  std::printf("# %-8s %-8s %12s %12s %12s %14s\n", "figure", "over", "bytes", "us", "GB/s",
-              "messages/s");
+  std::printf("# %-8s %-8s %12s %12s %12s %14s %12s\n", "figure", "over", "bytes", "us", "GB/s",
+              "messages/s", "CPU us");
   std::fflush(stdout);
   NetRun run(settings);
   const Status status = run.run();

@@ -178,7 +178,8 @@ FramedSocket::Io FramedSocket::receive(FrameSink& sink, std::size_t budget) {
     }
     const std::size_t room = buffer_.size() - end_;
     parts[count++] = {buffer_.data() + end_, room};
-    const ssize_t got = ::readv(fd_.get(), parts, count);
+    const ssize_t got = count == 1 ? ::recv(fd_.get(), parts[0].iov_base, parts[0].iov_len, 0)
+                                   : ::readv(fd_.get(), parts, count);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && wouldBlock(errno)) return Io::Blocked;
     if (got < 0) return fail(socketError("cannot receive from the peer", errno));

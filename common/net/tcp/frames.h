@@ -85,6 +85,8 @@ class FramedSocket {
   [[nodiscard]] const Status& status() const { return status_ ? sendStatus_ : status_; }
   /// It failed because of what the peer sent.
   [[nodiscard]] bool nonsense() const { return nonsense_; }
+  /// Bytes of the current payload that have not come; 0 between frames.
+  [[nodiscard]] std::uint64_t missing() const { return inFrame_ ? current_.bytes - received_ : 0; }
   /// Inside a frame, received in part.
   [[nodiscard]] bool midFrame() const;
 

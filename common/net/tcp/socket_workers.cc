@@ -26,6 +26,8 @@ constexpr int kSendsInARow = 8;
 constexpr unsigned kRoundsPerLook = 16;
 /// Pieces are not made smaller than this to reach more sockets.
 constexpr std::uint64_t kSmallestPiece = 64 << 10;
+/// In the middle of a payload a worker is woken only when so much is there, not by every segment.
+constexpr std::uint64_t kWakeBytes = 128 << 10;
 /// How long after the first sign of the peer's end the rest of what it sent is waited for.
 constexpr std::uint64_t kLastBytesNs = 1'000'000'000;
 
@@ -45,6 +47,7 @@ struct SocketWorkers::Socket {
   bool held = false;                      ///< and again after everybody could know
   bool ended = false;                     ///< brings nothing more
   bool sendEnded = false;
+  int wakeBytes = 1;  ///< SO_RCVLOWAT
 };
 
 struct SocketWorkers::Worker {
@@ -314,6 +317,15 @@ bool SocketWorkers::sendOn(Socket& socket) {
   return moved;
 }
 
+/// The kernel says by itself if more has come than it is set to wait for.
+void SocketWorkers::wakeAt(Socket& socket, std::uint64_t missing) {
+  const int bytes = static_cast<int>(std::clamp<std::uint64_t>(missing, 1, kWakeBytes));
+  if (bytes == socket.wakeBytes) return;
+  if (::setsockopt(socket.framed.fd(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes) == 0) {
+    socket.wakeBytes = bytes;
+  }
+}
+
 bool SocketWorkers::receiveOn(Worker& worker, Socket& socket) {
   switch (socket.framed.receive(*sink_, kBudget)) {
     case FramedSocket::Io::Moved:
@@ -322,6 +334,7 @@ bool SocketWorkers::receiveOn(Worker& worker, Socket& socket) {
     case FramedSocket::Io::Blocked:
       socket.paused = false;
       socket.readable = socket.hungUp;  // then what is behind is read as well
+      wakeAt(socket, socket.framed.missing());
       return true;
     case FramedSocket::Io::Idle:
       if (socket.paused) {

@@ -60,6 +60,7 @@ class SocketWorkers {
   bool sendOn(Socket& socket);
   bool receiveOn(Worker& worker, Socket& socket);
   bool takeEvents(Worker& worker, int timeoutMs);
+  static void wakeAt(Socket& socket, std::uint64_t missing);
   bool readLife();
   void watchControl(int operation, std::uint32_t events);
 

@@ -89,7 +89,8 @@ bool TcpConnection::peerGone() const {
 }
 
 std::string TcpConnection::goneReason() const {
-  if (broken_.load(std::memory_order_acquire)) return "its mover sent something that makes no sense";
+  if (broken_.load(std::memory_order_acquire))
+    return "its mover sent something that makes no sense";
   return fmt::format("its mover has ended or cannot be reached: {}", bundle_->status().message());
 }
 
