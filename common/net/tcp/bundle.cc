@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "common/base/log.h"
@@ -28,6 +29,7 @@ constexpr std::size_t kControlBacklog = 256 << 10;
 /// What one receiveControl() takes at most, so that a talkative peer does not keep its caller.
 constexpr std::size_t kControlBudget = 256 << 10;
 constexpr std::size_t kControlReadAhead = 16 << 10;
+constexpr unsigned kManyCpus = 8;
 constexpr std::uint64_t kMaxThreads = 16, kMaxSocketsPerThread = 16;
 
 class TcpBundle final : public Bundle {
@@ -197,6 +199,8 @@ Status setOption(int fd, int level, int option, int value, const char* name) {
 Status BundleOptions::fromEnvironment(const Config& config, BundleOptions* out) {
   BundleOptions options;
   options.timeoutMs = config.timeoutMs;
+  options.spinUs = config.spinUs;
+  if (std::thread::hardware_concurrency() >= kManyCpus) options.threads = 2;
   std::uint64_t threads = config.socketThreads, sockets = config.socketsPerThread;
   if (threads == 0) threads = ncclNumber("NCCL_SOCKET_NTHREADS", kMaxThreads, options.threads);
   if (sockets == 0) {

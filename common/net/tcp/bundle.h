@@ -25,6 +25,7 @@ struct BundleOptions {
   unsigned threads = 1;           ///< worker threads of this side
   unsigned socketsPerThread = 2;  ///< data sockets = threads * socketsPerThread, as connecting side
   std::uint64_t pieceBytes = 1 << 20;  ///< largest payload of one frame of a transfer
+  std::uint64_t spinUs = 200;      ///< how long a worker without work looks for some, awake
   std::uint64_t timeoutMs = 5000;  ///< set-up; a host that does not answer is gone after so long
   /// Connecting: a listener that lives and has not accepted yet is waited for without a bound (NCCL's
   /// proxy may come late); `timeoutMs` then bounds the way there only.
@@ -33,8 +34,8 @@ struct BundleOptions {
 
   static constexpr unsigned kMaxSockets = 64;  ///< data sockets of one bundle
   static constexpr std::uint64_t kMaxPieceBytes = 64 << 20;
-  /// HOCCL_SOCKET_NTHREADS and HOCCL_NSOCKS_PERTHREAD, else NCCL's, else the defaults;
-  /// HOCCL_TIMEOUT_MS.
+  /// HOCCL_SOCKET_NTHREADS and HOCCL_NSOCKS_PERTHREAD, else NCCL's, else two threads of two sockets
+  /// on a host with at least eight CPUs and one thread on others; HOCCL_SPIN_US, HOCCL_TIMEOUT_MS.
   static Status fromEnvironment(const Config& config, BundleOptions* out);
 };
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <linux/sockios.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -362,6 +363,7 @@ bool SocketWorkers::receiveOn(Worker& worker, Socket& socket) {
 
 void SocketWorkers::run(Worker& worker) {
   unsigned rounds = 0;
+  std::uint64_t idleSinceNs = 0;
   while (!stop_.load(std::memory_order_relaxed)) {
     if (worker.resumed.exchange(false, std::memory_order_seq_cst)) {
       worker.paused.store(false, std::memory_order_seq_cst);
@@ -377,7 +379,15 @@ void SocketWorkers::run(Worker& worker) {
     }
     if (worker.index == 0) finishEnding();
     if (moved) {
+      idleSinceNs = 0;
       if (++rounds % kRoundsPerLook == 0) takeEvents(worker, 0);
+      continue;
+    }
+    // The next message mostly comes soon, and waking takes longer than moving it does.
+    const std::uint64_t now = monotonicNs();
+    if (idleSinceNs == 0) idleSinceNs = now;
+    if (!over && now - idleSinceNs < options_.spinUs * 1000) {
+      if (!takeEvents(worker, 0)) ::sched_yield();
       continue;
     }
     // From here on whoever posts rings; what was posted before shows now.
