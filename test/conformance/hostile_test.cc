@@ -29,13 +29,17 @@ class Swallow final : public FrameSink {
     return memory_.data();
   }
   void arrived(const FrameHeader& header) override {
-    if (header.kind == static_cast<std::uint16_t>(Kind::Posted)) place_ = controlOf(header).place;
+    if (header.kind != static_cast<std::uint16_t>(Kind::Posted)) return;
+    place_ = controlOf(header).place;
+    any_ = true;
   }
   [[nodiscard]] Place named() const { return place_; }
+  [[nodiscard]] bool any() const { return any_; }
 
  private:
   std::vector<std::byte> memory_;
   Place place_{0, 1};
+  bool any_ = false;
 };
 
 std::unique_ptr<Bundle> finishSetup(BundleSetup& setup, FrameSink& sink) {
@@ -73,6 +77,15 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
   std::vector<std::byte> payload(Bundle::kMaxControlPayload);
   std::atomic<std::uint64_t> moved{0};
   std::uint64_t next = 0;
+  if (asSender && random() % 4 != 0) {  // as a right sender begins, so that a place is known
+    Control ask;
+    ask.bytes = kRoom;
+    ask.index = next++;
+    REQUIRE(bundle.sendControl(static_cast<std::uint16_t>(Kind::Announce), pack(ask), nullptr, 0));
+    const double start = now();
+    while (!control.any() && now() - start < 2) (void)bundle.receiveControl(control);
+    REQUIRE(control.any());
+  }
   const int messages = 1 + static_cast<int>(random() % 60);
   for (int i = 0; i < messages && !bundle.gone(); ++i) {
     (void)bundle.receiveControl(control);
@@ -81,7 +94,7 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
       body.place = random() % 2 == 0 ? control.named()
                                      : Place{static_cast<std::uint32_t>(oddNumber(random)),
                                              static_cast<std::uint32_t>(oddNumber(random))};
-      body.total = random() % 2 == 0 ? kRoom : oddNumber(random);
+      body.total = random() % 2 == 0 ? kRoom + random() % 3 * kFence : oddNumber(random);
       Transfer transfer;
       transfer.kind = random() % 8 == 0 ? static_cast<std::uint16_t>(random())
                                         : static_cast<std::uint16_t>(Kind::Data);
