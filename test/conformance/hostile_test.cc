@@ -19,7 +19,7 @@ using namespace hoccl;
 using namespace hoccl::net_plugin;
 
 constexpr int kConnections = 25;
-constexpr std::size_t kRoom = 60000, kFence = 4096;
+constexpr std::size_t kRoom = 60000, kFence = 4096, kLargest = 1 << 20;
 
 // Takes whatever comes and forgets it; remembers places the plugin names.
 class Swallow final : public FrameSink {
@@ -74,7 +74,7 @@ std::uint64_t oddNumber(std::mt19937_64& random) {
 // One connection's worth of nonsense. `next`: what the plugin expects next of tag 0, so that some
 // of it gets further than the first check.
 void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, bool asSender) {
-  std::vector<std::byte> payload(Bundle::kMaxControlPayload);
+  std::vector<std::byte> payload(kLargest);
   std::atomic<std::uint64_t> moved{0};
   std::uint64_t next = 0;
   if (asSender && random() % 4 != 0) {  // as a right sender begins, so that a place is known
@@ -85,6 +85,27 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
     const double start = now();
     while (!control.any() && now() - start < 2) (void)bundle.receiveControl(control);
     REQUIRE(control.any());
+    if (random() % 2 == 0) {  // more than it takes, or more than the message is said to have
+      const std::size_t sizes[] = {kRoom / 2,      kRoom,     kRoom + 1,
+                                   kRoom + kFence, 2 * kRoom, kLargest};
+      PieceBody body;
+      body.place = control.named();
+      body.total = sizes[random() % 6];
+      Transfer transfer;
+      transfer.kind = static_cast<std::uint16_t>(Kind::Data);
+      transfer.user = std::bit_cast<std::array<std::byte, sizeof(PieceBody)>>(body);
+      transfer.data = payload.data();
+      transfer.bytes = sizes[random() % 6];
+      transfer.done = &moved;
+      REQUIRE(bundle.post(transfer));
+      const double start = now();
+      while (moved.load() < transfer.bytes && !bundle.gone() && now() - start < 1) ::usleep(200);
+      if (random() % 2 == 0) {  // and the same message once more, as a small one
+        ask.bytes = 100;
+        (void)bundle.sendControl(static_cast<std::uint16_t>(Kind::Message), pack(ask),
+                                 payload.data(), 100);
+      }
+    }
   }
   const int messages = 1 + static_cast<int>(random() % 60);
   for (int i = 0; i < messages && !bundle.gone(); ++i) {
@@ -100,7 +121,7 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
                                         : static_cast<std::uint16_t>(Kind::Data);
       transfer.user = std::bit_cast<std::array<std::byte, sizeof(PieceBody)>>(body);
       transfer.data = payload.data();
-      transfer.bytes = 1 + random() % payload.size();
+      transfer.bytes = 1 + random() % Bundle::kMaxControlPayload;
       transfer.done = &moved;
       (void)bundle.post(transfer);
       continue;
@@ -116,7 +137,7 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
     if (random() % 3 == 0)
       kind = static_cast<std::uint16_t>(asSender ? Kind::Message : Kind::Posted);
     if (kind == static_cast<std::uint16_t>(Kind::Message) || random() % 10 == 0) {
-      bytes = random() % (random() % 4 == 0 ? payload.size() : 3000);
+      bytes = random() % (random() % 4 == 0 ? Bundle::kMaxControlPayload : 3000);
     }
     message.bytes = random() % 5 == 0 ? oddNumber(random) : bytes;
     if (!bundle.sendControl(kind, pack(message), payload.data(), bytes)) ::usleep(100);
