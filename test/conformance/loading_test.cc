@@ -1,7 +1,10 @@
 // How the plugin is found, loaded, unloaded and left behind; interfaces.
 
 #include <gtest/gtest.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <sched.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -166,6 +169,19 @@ TEST(Interfaces, ABadVariableIsOneLine) {
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
 
+int runningInterfaces() {
+  ifaddrs* all = nullptr;
+  REQUIRE(::getifaddrs(&all) == 0);
+  int count = 0;
+  for (const ifaddrs* each = all; each != nullptr; each = each->ifa_next) {
+    const bool wanted = each->ifa_addr != nullptr && each->ifa_addr->sa_family == AF_INET &&
+                        std::strncmp(each->ifa_name, "eth", 3) == 0;
+    count += wanted && (each->ifa_flags & IFF_RUNNING) != 0 ? 1 : 0;
+  }
+  ::freeifaddrs(all);
+  return count;
+}
+
 // A network namespace with so many interfaces that have an IPv4 address; false where the system
 // does not allow it.
 bool enterNamespace(int interfaces) {
@@ -182,7 +198,14 @@ bool enterNamespace(int interfaces) {
     std::fprintf(ip, "link set w%d up\naddr add 10.77.%d.1/24 dev eth%d\nlink set eth%d up\n", i, i,
                  i, i);
   }
-  return ::pclose(ip) == 0;
+  if (::pclose(ip) != 0) return false;
+  // A link is there a moment after both its ends are up.
+  const double start = now();
+  while (runningInterfaces() < interfaces) {
+    REQUIRE(now() - start < 5);
+    ::usleep(2000);
+  }
+  return true;
 }
 
 TEST(Interfaces, NoneOneAndMany) {
