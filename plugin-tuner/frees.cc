@@ -19,8 +19,8 @@ namespace hoccl {
 namespace {
 
 /// Asks the movers of this process, all of them first so that they work at the same time, and waits
-/// for each. `ask` makes a mover's request, none if there is nothing to ask it; `answered` gets what
-/// its answer was.
+/// for each. `ask` makes a mover's request, none if there is nothing to ask it; `answered` gets
+/// what its answer was.
 template <typename Ask, typename Answered>
 void askMovers(const Deadline& deadline, Ask ask, Answered answered) {
   LiveMovers::ofThisProcess().visit([&](const std::vector<MoverClient*>& movers) {

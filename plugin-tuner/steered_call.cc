@@ -156,8 +156,7 @@ Status SteeredCall::exportTo(const void* buffer, std::uint64_t bytes, Buffer* ou
   HOCCL_RETURN_IF_ERROR(exportBuffer(driver_, comm_->context, buffer, bytes, &exported));
   if (exported.segments) {
     HOCCL_RETURN_IF_ERROR(comm_->mover->spans().take(reinterpret_cast<CUdeviceptr>(buffer), bytes,
-                                                     exported.allocationId, &out->ref,
-                                                     &out->span));
+                                                     exported.allocationId, &out->ref, &out->span));
     *std::find(pinned_.begin(), pinned_.end(), nullptr) = out->span;
     return {};
   }

@@ -17,10 +17,11 @@ Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes
     segment.bytes = size;
     const bool neighbour = out->empty() ? segment.base <= at : segment.base == at;
     if (result != CUDA_SUCCESS || segment.id == 0 || !neighbour || segment.end() <= at) {
-      return Status::error(Code::InvalidArgument,
-                           fmt::format("{} bytes at {:#x} reach beyond what is mapped there: nothing "
-                                       "is at {:#x}",
-                                       bytes, address, at));
+      return Status::error(
+          Code::InvalidArgument,
+          fmt::format("{} bytes at {:#x} reach beyond what is mapped there: nothing "
+                      "is at {:#x}",
+                      bytes, address, at));
     }
     out->push_back(segment);
   }
@@ -29,12 +30,12 @@ Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes
 
 Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out) {
   CUmemGenericAllocationHandle handle = 0;
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuMemRetainAllocationHandle(
-                                             &handle, reinterpret_cast<void*>(segment.base))));
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+      driver, cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(segment.base))));
   int fd = -1;
-  const Status exported =
-      HOCCL_CU(driver, cuMemExportToShareableHandle(
-                           &fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  const Status exported = HOCCL_CU(
+      driver,
+      cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
   (void)driver->cuMemRelease(handle);
   if (exported) out->reset(fd);
   return exported;

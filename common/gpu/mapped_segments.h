@@ -8,8 +8,8 @@
 
 namespace hoccl {
 
-/// One mapping of virtual memory management (cuMemMap). A buffer may reach over many that lie side by
-/// side: PyTorch's expandable_segments map 20 MiB at a time.
+/// One mapping of virtual memory management (cuMemMap). A buffer may reach over many that lie side
+/// by side: PyTorch's expandable_segments map 20 MiB at a time.
 struct MappedSegment {
   CUdeviceptr base = 0;
   std::uint64_t bytes = 0;
@@ -24,8 +24,8 @@ struct MappedSegment {
 Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,
                   std::vector<MappedSegment>* out);
 
-/// A descriptor by which another process can map the segment. Error: its memory was not created so that
-/// it can be exported. No call that waits for the device.
+/// A descriptor by which another process can map the segment. Error: its memory was not created so
+/// that it can be exported. No call that waits for the device.
 Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out);
 
 }  // namespace hoccl

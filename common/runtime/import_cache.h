@@ -156,8 +156,7 @@ class ImportCache {
   }
   /// By operations of which the mover does not know yet.
   [[nodiscard]] bool pinned(const Import& import) const {
-    return span(import) && import.state == Import::State::Ready &&
-           slot(import).pinned(import.pins);
+    return span(import) && import.state == Import::State::Ready && slot(import).pinned(import.pins);
   }
   /// Nobody uses it, and nobody is at mapping it.
   [[nodiscard]] bool idle(const Import& import) const {
@@ -174,9 +173,7 @@ class ImportCache {
   }
   [[nodiscard]] std::size_t counted() const { return imports_.size() - staging_; }
   /// Half of the slots are left to spans that are on their way in or out.
-  [[nodiscard]] bool tooMany() const {
-    return counted() > capacity_ || spans_ > kSpanSlots / 2;
-  }
+  [[nodiscard]] bool tooMany() const { return counted() > capacity_ || spans_ > kSpanSlots / 2; }
 
   std::size_t capacity_;
   SpanSlot* spanSlots_;

@@ -16,7 +16,7 @@
 namespace hoccl {
 namespace {
 
-constexpr std::size_t kMemos = 256;       // power of two
+constexpr std::size_t kMemos = 256;  // power of two
 constexpr std::size_t kMostRefused = 1 << 16;
 
 std::atomic<bool> gAny{false};
@@ -31,8 +31,8 @@ bool contains(const std::vector<MappedSegment>& segments, const MappedSegment& s
 
 }  // namespace
 
-/// What a thread remembers of a buffer. The identities of its first and last segment are compared at
-/// every use; those between go only with cuMemUnmap, which closes the span (forget).
+/// What a thread remembers of a buffer. The identities of its first and last segment are compared
+/// at every use; those between go only with cuMemUnmap, which closes the span (forget).
 struct MappedSpans::Memo {
   const MappedSpans* owner = nullptr;
   CUdeviceptr address = 0;
@@ -79,6 +79,7 @@ Status MappedSpans::take(CUdeviceptr address, std::uint64_t bytes, std::uint64_t
 
 Status MappedSpans::takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* memo) {
   *memo = {};
+  const ContextGuard guard(driver_, context_);
   std::vector<MappedSegment> segments;
   HOCCL_RETURN_IF_ERROR(segmentsOf(driver_, address, bytes, &segments));
   Entry entry;
@@ -117,8 +118,8 @@ void MappedSpans::removeOver() {
   });
 }
 
-/// The span of exactly these segments, if the mover has it. Spans with a segment that has been replaced
-/// by one of these are `replaced`.
+/// The span of exactly these segments, if the mover has it. Spans with a segment that has been
+/// replaced by one of these are `replaced`.
 bool MappedSpans::findAndPin(const std::vector<MappedSegment>& segments, Entry* out,
                              std::vector<std::uint64_t>* replaced) {
   const CUdeviceptr from = segments.front().base, to = segments.back().end();
@@ -131,11 +132,10 @@ bool MappedSpans::findAndPin(const std::vector<MappedSegment>& segments, Entry* 
       *out = entry;
       return true;
     }
-    const bool gone = std::any_of(entry.segments.begin(), entry.segments.end(),
-                                  [&](const MappedSegment& segment) {
-                                    return segment.base < to && from < segment.end() &&
-                                           !contains(segments, segment);
-                                  });
+    const bool gone = std::any_of(
+        entry.segments.begin(), entry.segments.end(), [&](const MappedSegment& segment) {
+          return segment.base < to && from < segment.end() && !contains(segments, segment);
+        });
     if (!gone) continue;
     slot.close(entry.generation);
     replaced->push_back(spanId(entry.slot, entry.generation));
@@ -143,8 +143,8 @@ bool MappedSpans::findAndPin(const std::vector<MappedSegment>& segments, Entry* 
   return false;
 }
 
-/// Gives the mover a span, in a slot of its own and pinned. Whatever goes wrong, the buffer can still
-/// be copied by the application; `lasting`: it would go wrong again.
+/// Gives the mover a span, in a slot of its own and pinned. Whatever goes wrong, the buffer can
+/// still be copied by the application; `lasting`: it would go wrong again.
 Status MappedSpans::handOver(const std::vector<MappedSegment>& segments, Entry* out,
                              bool* lasting) {
   {
@@ -166,8 +166,7 @@ Status MappedSpans::handOver(const std::vector<MappedSegment>& segments, Entry* 
   out->segments = segments;
   bool answered = true;
   std::size_t refused = segments.size();
-  const Status status =
-      send(segments, spanId(out->slot, out->generation), &answered, &refused);
+  const Status status = send(segments, spanId(out->slot, out->generation), &answered, &refused);
   std::lock_guard lock(mutex_);
   if (status) {
     gAny.store(true, std::memory_order_release);

@@ -12,26 +12,27 @@ namespace hoccl {
 
 class MoverClient;
 
-/// Application side: what one mover has been given of virtual memory management (cuMemCreate, PyTorch's
-/// expandable_segments). Such memory has no handle that fits into the op ring, so its segments are handed
-/// over as descriptors before the first launch that needs them. The unit is the *span*: the segments that
-/// a buffer lies in. The mover maps it in one piece, and from then on it is an import like any other.
+/// Application side: what one mover has been given of virtual memory management (cuMemCreate,
+/// PyTorch's expandable_segments). Such memory has no handle that fits into the op ring, so its
+/// segments are handed over as descriptors before the first launch that needs them. The unit is the
+/// *span*: the segments that a buffer lies in. The mover maps it in one piece, and from then on it
+/// is an import like any other.
 class MappedSpans {
  public:
-  MappedSpans(const Driver* driver, MoverClient* mover, Segment segment)
-      : driver_(driver), mover_(mover), segment_(segment) {}
+  MappedSpans(const Driver* driver, CUcontext context, MoverClient* mover, Segment segment)
+      : driver_(driver), context_(context), mover_(mover), segment_(segment) {}
 
-  /// The span of a buffer whose first segment has that identity, pinned once: `pin` has to be handed over
-  /// with an operation or given back (SpanSlot::unpin). A buffer that the thread has used before costs an
-  /// identity or none; it takes no lock then. Else the mover may have to map the span, which takes
-  /// milliseconds and is bounded by HOCCL_TIMEOUT_MS.
-  /// Errors: Unsupported where the mover cannot map it, which is remembered; InvalidArgument where the
-  /// buffer reaches beyond what is mapped.
+  /// The span of a buffer whose first segment has that identity, pinned once: `pin` has to be
+  /// handed over with an operation or given back (SpanSlot::unpin). A buffer that the thread has
+  /// used before costs an identity or none; it takes no lock then. Else the mover may have to map
+  /// the span, which takes milliseconds and is bounded by HOCCL_TIMEOUT_MS. Errors: Unsupported
+  /// where the mover cannot map it, which is remembered; InvalidArgument where the buffer reaches
+  /// beyond what is mapped.
   Status take(CUdeviceptr address, std::uint64_t bytes, std::uint64_t firstId, BufferRef* out,
               SpanSlot** pin);
 
-  /// The segments in that range of addresses are about to go: no further operation gets a span with one
-  /// of them. False if the mover has none. No CUDA call.
+  /// The segments in that range of addresses are about to go: no further operation gets a span with
+  /// one of them. False if the mover has none. No CUDA call.
   bool forget(CUdeviceptr address, std::size_t bytes);
   /// Whether any mover of this process has ever been given one.
   static bool any();
@@ -59,6 +60,7 @@ class MappedSpans {
               std::size_t* refused);
 
   const Driver* driver_;
+  CUcontext context_;
   MoverClient* mover_;
   Segment segment_;
   std::mutex handingOver_;  ///< one span at a time; held while the mover maps

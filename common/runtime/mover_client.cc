@@ -96,7 +96,8 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   client->segment_.header().lightFences.store(registerLightFences() ? 1 : 0);
   client->staging_ =
       std::make_unique<StagingPool>(driver, context, client.get(), config.appCopyBytes);
-  client->spans_ = std::make_unique<MappedSpans>(driver, client.get(), client->segment_);
+  client->spans_ =
+      std::make_unique<MappedSpans>(driver, context, client.get(), client->segment_);
   client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {

@@ -152,10 +152,10 @@ void MoverControl::import(const ControlRequest& request) {
   event.allocation = request.buffer.allocationId;
   if (request.buffer.kind == BufferKind::Span) {
     // One that is mapped is in the loop's cache since then.
-    event.status = Status::error(Code::Internal,
-                                 fmt::format("an operation on memory at {:#x} that the mover has not "
-                                             "been given",
-                                             request.buffer.allocationBase));
+    event.status = Status::error(
+        Code::Internal, fmt::format("an operation on memory at {:#x} that the mover has not "
+                                    "been given",
+                                    request.buffer.allocationBase));
     post(std::move(event));
     return;
   }
@@ -385,8 +385,7 @@ Status MoverControl::addSpan(const void* data, const std::vector<UniqueFd>& fds,
                              std::uint32_t* refused) {
   AddSpan request{};
   std::memcpy(&request, data, sizeof request);
-  if (request.magic != kMoverMagic || !isSpan(request.id) ||
-      slotOfSpan(request.id) >= kSpanSlots) {
+  if (request.magic != kMoverMagic || !isSpan(request.id) || slotOfSpan(request.id) >= kSpanSlots) {
     return Status::error(Code::InvalidArgument,
                          fmt::format("a span {:#x} makes no sense", request.id));
   }

@@ -212,7 +212,8 @@ void MoverLoop::rest(bool moved) {
   }
 
   if (imports_.waitsForPins()) imports_.settled();  // in the next round
-  bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() || !dying_.empty() || leaving_ || stopping_;
+  bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() ||
+                !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) active = active || link->active();
   // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
   // call, and a nap ends by itself.

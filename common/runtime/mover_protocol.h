@@ -59,10 +59,10 @@ struct AddStaging {
 /// Segments most of one AddSpan: its descriptors.
 inline constexpr std::size_t kSpanPieces = 32;
 
-/// A span to be mapped (BufferKind::Span), by as many messages as it takes: each has the next segments
-/// in the order of their addresses, with a descriptor for each (cuMemExportToShareableHandle). The last
-/// one's answer says that all of it is mapped; after any that says no, nothing of it is. One without
-/// segments takes back those before.
+/// A span to be mapped (BufferKind::Span), by as many messages as it takes: each has the next
+/// segments in the order of their addresses, with a descriptor for each
+/// (cuMemExportToShareableHandle). The last one's answer says that all of it is mapped; after any
+/// that says no, nothing of it is. One without segments takes back those before.
 struct AddSpan {
   std::uint64_t magic;
   std::uint64_t id;

@@ -59,16 +59,16 @@ enum class OpKind : std::uint32_t {
 enum class BufferKind : std::uint32_t {
   Device = 0,   ///< an allocation of the application, to be imported by its handle
   Staging = 1,  ///< host memory of a StagingPool, which the mover has been given (AddStaging)
-  /// Neighbouring segments of virtual memory management (cuMemCreate, cuMemMap), which the mover has
-  /// been given (AddSpan) and has mapped side by side. Pinned by the operation (SpanSlot).
+  /// Neighbouring segments of virtual memory management (cuMemCreate, cuMemMap), which the mover
+  /// has been given (AddSpan) and has mapped side by side. Pinned by the operation (SpanSlot).
   Span = 2,
 };
 
 /// A buffer as the mover can find it: the allocation's identity and where in it.
 struct BufferRef {
   BufferKind kind;
-  /// Device: CU_POINTER_ATTRIBUTE_BUFFER_ID. Staging: a StagingPool's number. Span: spanId(). Unique
-  /// in the process for ever.
+  /// Device: CU_POINTER_ATTRIBUTE_BUFFER_ID. Staging: a StagingPool's number. Span: spanId().
+  /// Unique in the process for ever.
   std::uint64_t allocationId;
   std::uint64_t allocationBase;  ///< application's address of the allocation, only to tell overlap
   std::uint64_t allocationBytes;
@@ -115,8 +115,8 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
 };
 
-/// One request to let go of imports (Drop, DropIdle, DropSpans), and its answer. The descriptor names the slot
-/// in launchSlot and the request in launchSequence.
+/// One request to let go of imports (Drop, DropIdle, DropSpans), and its answer. The descriptor
+/// names the slot in launchSlot and the request in launchSequence.
 struct alignas(kCacheLine) DropSlot {
   /// Sequence of the last request here; the application takes the slot when `done` has reached it.
   std::atomic<std::uint64_t> request;

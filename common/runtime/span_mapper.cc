@@ -21,9 +21,8 @@ bool fits(const AddSpan& message) {
 
 Status SpanMapper::begin(const AddSpan& message, Span* span) {
   CUdeviceptr address = 0;
-  HOCCL_RETURN_IF_ERROR(
-      HOCCL_CU(driver_, cuMemAddressReserve(&address, message.bytes, 0, 0, 0))
-          .inContext(fmt::format("no {} bytes of addresses", message.bytes)));
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemAddressReserve(&address, message.bytes, 0, 0, 0))
+                            .inContext(fmt::format("no {} bytes of addresses", message.bytes)));
   span->address = address;
   span->bytes = message.bytes;
   return {};
@@ -33,9 +32,9 @@ Status SpanMapper::map(Span* span, int segment, std::uint64_t bytes) {
   CUmemGenericAllocationHandle handle = 0;
   // The descriptor goes as the pointer itself, as the driver has it.
   void* const descriptor = reinterpret_cast<void*>(static_cast<std::intptr_t>(segment));
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(
-      driver_, cuMemImportFromShareableHandle(&handle, descriptor,
-                                              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  HOCCL_RETURN_IF_ERROR(
+      HOCCL_CU(driver_, cuMemImportFromShareableHandle(&handle, descriptor,
+                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
   const Status mapped =
       HOCCL_CU(driver_, cuMemMap(span->address + span->mapped, bytes, 0, handle, 0));
   (void)driver_->cuMemRelease(handle);
@@ -80,13 +79,14 @@ Status SpanMapper::add(const AddSpan& message, const std::vector<UniqueFd>& segm
   const bool goesOn = known == spans_.end()
                           ? message.done == 0
                           : building_ == message.id && message.bytes == known->second.bytes;
-  if (message.pieces > kSpanPieces || segments.size() != message.pieces ||
-      !goesOn || message.done != mapped || !fits(message)) {
+  if (message.pieces > kSpanPieces || segments.size() != message.pieces || !goesOn ||
+      message.done != mapped || !fits(message)) {
     return Status::error(
         Code::InvalidArgument,
-        fmt::format("span {:#x} of {} bytes: {} segments with {} descriptors behind {} bytes make no "
-                    "sense",
-                    message.id, message.bytes, message.pieces, segments.size(), message.done));
+        fmt::format(
+            "span {:#x} of {} bytes: {} segments with {} descriptors behind {} bytes make no "
+            "sense",
+            message.id, message.bytes, message.pieces, segments.size(), message.done));
   }
   Span& span = spans_[message.id];
   building_ = message.id;
@@ -105,9 +105,10 @@ Status SpanMapper::add(const AddSpan& message, const std::vector<UniqueFd>& segm
   if (!status) {
     *whole = false;
     (void)unmap(message.id);
-    return status.inContext(fmt::format("the mover cannot map the application's memory at {:#x} ({} "
-                                        "bytes)",
-                                        message.base, message.bytes));
+    return status.inContext(
+        fmt::format("the mover cannot map the application's memory at {:#x} ({} "
+                    "bytes)",
+                    message.base, message.bytes));
   }
   if (*whole) building_ = 0;
   *address = span.address;

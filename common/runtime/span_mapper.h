@@ -11,17 +11,17 @@
 
 namespace hoccl {
 
-/// The mover's mappings of spans (BufferKind::Span), on the control thread. A span has an address range
-/// of its own, in which its segments lie side by side; a segment that lies in several spans is mapped
-/// as often, its memory is one. Mappings keep the memory, so no handle or descriptor stays. What is
-/// mapped at its end goes with the process.
+/// The mover's mappings of spans (BufferKind::Span), on the control thread. A span has an address
+/// range of its own, in which its segments lie side by side; a segment that lies in several spans
+/// is mapped as often, its memory is one. Mappings keep the memory, so no handle or descriptor
+/// stays. What is mapped at its end goes with the process.
 class SpanMapper {
  public:
   explicit SpanMapper(const Driver* driver) : driver_(driver) {}
 
   /// Takes a message's segments. `whole`: the span is complete and mapped at `address`. On failure
-  /// nothing of the span is left, and `refused` is the segment of the message that could not be mapped,
-  /// or the number of its segments if it was none of them.
+  /// nothing of the span is left, and `refused` is the segment of the message that could not be
+  /// mapped, or the number of its segments if it was none of them.
   Status add(const AddSpan& message, const std::vector<UniqueFd>& segments, bool* whole,
              CUdeviceptr* address, std::uint32_t* refused);
   /// Error: what could not be undone; the rest has been.

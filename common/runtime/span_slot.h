@@ -10,14 +10,16 @@ namespace hoccl {
 inline constexpr std::uint32_t kSpanSlots = 2048;
 inline constexpr std::uint32_t kNoSpan = ~0u;
 
-/// What application and mover both know of one span (BufferKind::Span). The mover may unmap a span by
-/// itself, and the application cannot hand over its descriptors in a launch, so a launch *pins* the
-/// span before it relies on it: one pin for each operation, which the mover takes note of when it takes
-/// the operation. It unmaps when it has noted all pins, and by the same exchange no pin comes after.
+/// What application and mover both know of one span (BufferKind::Span). The mover may unmap a span
+/// by itself, and the application cannot hand over its descriptors in a launch, so a launch *pins*
+/// the span before it relies on it: one pin for each operation, which the mover takes note of when
+/// it takes the operation. It unmaps when it has noted all pins, and by the same exchange no pin
+/// comes after.
 ///
 /// One application at a time uses a slot; its generation counts the spans that have been here.
 struct alignas(kCacheLine) SpanSlot {
-  /// Generation, closed, and the number of pins so far, which wraps. The mover writes it only to close.
+  /// Generation, closed, and the number of pins so far, which wraps. The mover writes it only to
+  /// close.
   std::atomic<std::uint64_t> word;
   /// Generation of the last span that is over; the slot is free when it has reached the word's.
   alignas(kCacheLine) std::atomic<std::uint64_t> ended;
@@ -30,9 +32,7 @@ struct alignas(kCacheLine) SpanSlot {
     return word.load(std::memory_order_relaxed) >> kGenerationShift;
   }
   /// Application, one thread at a time.
-  [[nodiscard]] bool free() const {
-    return ended.load(std::memory_order_acquire) == generation();
-  }
+  [[nodiscard]] bool free() const { return ended.load(std::memory_order_acquire) == generation(); }
   /// The next span, pinned once; its generation.
   std::uint64_t open() {
     const std::uint64_t next = generation() + 1;
@@ -99,7 +99,9 @@ inline constexpr std::uint64_t kSpanIds = 1ull << 62;
 constexpr std::uint64_t spanId(std::uint32_t slot, std::uint64_t generation) {
   return kSpanIds | generation << 12 | slot;
 }
-constexpr std::uint32_t slotOfSpan(std::uint64_t id) { return static_cast<std::uint32_t>(id & 0xfff); }
+constexpr std::uint32_t slotOfSpan(std::uint64_t id) {
+  return static_cast<std::uint32_t>(id & 0xfff);
+}
 constexpr bool isSpan(std::uint64_t id) { return id >> 62 == 1; }
 constexpr std::uint64_t generationOfSpan(std::uint64_t id) { return (id & (kSpanIds - 1)) >> 12; }
 static_assert(kSpanSlots <= 0x1000);

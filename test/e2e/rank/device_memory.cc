@@ -1,5 +1,7 @@
 // The kinds of device memory of a Buffer.
 
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -56,7 +58,10 @@ DeviceMemory::~DeviceMemory() {
     cuda().memFree(address_);
     return;
   }
-  cuda().memUnmap(address_, mapped_);
+  // As the program's linker finds it: the preloaded library has to hear of it.
+  void* const linked = ::dlsym(RTLD_DEFAULT, "cuMemUnmap");
+  auto* const unmap = linked ? reinterpret_cast<decltype(&::cuMemUnmap)>(linked) : cuda().memUnmap;
+  unmap(address_, mapped_);
   for (CUmemGenericAllocationHandle piece : pieces_) cuda().memRelease(piece);
   cuda().memAddressFree(address_, mapped_);
 }
