@@ -83,7 +83,7 @@ TEST(Rule8, SegmentsMappedAnewAtTheSameAddressAreOtherMemory) {
 
 TEST(Rule8, AThousandRoundsOfMapOperateUnmap) {
   Job job("spansRemap", 2);
-  job.argument("rounds", "1000").argument("part", "seam").env("EMUCUDA_DILATION", "1").finish(110);
+  job.argument("rounds", "1000").argument("part", "seam").env("EMUCUDA_DILATION", "1").finish(200);
   expectOnlyStaged(job);
   expectNothingFreedWhileMapped(job);
   for (int rank : {0, 1}) EXPECT_EQ(job.said(rank, "flat"), "yes") << "device memory";
