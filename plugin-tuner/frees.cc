@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,19 +19,21 @@ namespace hoccl {
 namespace {
 
 /// Asks the movers of this process, all of them first so that they work at the same time, and waits
-/// for each. `answered` gets what each one's answer was.
-template <typename Answered>
-void askMovers(OpKind kind, std::uint64_t allocation, const Deadline& deadline, Answered answered) {
+/// for each. `ask` makes a mover's request, none if there is nothing to ask it; `answered` gets
+/// what its answer was.
+template <typename Ask, typename Answered>
+void askMovers(const Deadline& deadline, Ask ask, Answered answered) {
   LiveMovers::ofThisProcess().visit([&](const std::vector<MoverClient*>& movers) {
-    std::vector<DropRequest> requests;
-    for (MoverClient* mover : movers)
-      requests.push_back(mover->askDrop(kind, allocation, deadline));
+    std::vector<std::optional<DropRequest>> requests;
+    for (MoverClient* mover : movers) requests.push_back(ask(*mover));
     for (std::size_t i = 0; i < movers.size(); ++i) {
+      if (!requests[i]) continue;
+      const DropRequest& request = *requests[i];
       const bool dead = movers[i]->segment().header().moverDead.load() != 0;
-      if (requests[i].sequence != 0) {
-        answered(*movers[i], requests[i], movers[i]->drops().await(requests[i], deadline));
+      if (request.sequence != 0) {
+        answered(*movers[i], request, movers[i]->drops().await(request, deadline));
       } else if (!dead) {
-        answered(*movers[i], requests[i], ImportDrops::Answer::TimedOut);
+        answered(*movers[i], request, ImportDrops::Answer::TimedOut);
       }
     }
   });
@@ -55,15 +58,28 @@ void freeing(unsigned long long address, std::size_t bytes) {
   if (LiveMovers::ofThisProcess().inherited()) return;
   const std::vector<std::uint64_t> freed =
       ExportedAllocations::ofThisProcess().take(address, bytes);
-  if (freed.empty()) return;
+  // Only cuMemUnmap says how much goes.
+  const bool spans = bytes > 0 && MappedSpans::any();
+  if (freed.empty() && !spans) return;
   const Deadline deadline = Deadline::afterMs(ProcessCore::get().config().timeoutMs);
+  const auto answered = [&](const MoverClient& mover, const DropRequest& request,
+                            ImportDrops::Answer answer) {
+    if (answer == ImportDrops::Answer::TimedOut) warnOfPending(mover, request, address);
+  };
   for (const std::uint64_t allocation : freed) {
     askMovers(
-        OpKind::Drop, allocation, deadline,
-        [&](const MoverClient& mover, const DropRequest& request, ImportDrops::Answer answer) {
-          if (answer == ImportDrops::Answer::TimedOut) warnOfPending(mover, request, address);
-        });
+        deadline,
+        [&](MoverClient& mover) { return mover.askDrop(OpKind::Drop, allocation, deadline); },
+        answered);
   }
+  if (!spans) return;
+  askMovers(
+      deadline,
+      [&](MoverClient& mover) -> std::optional<DropRequest> {
+        if (!mover.spans().forget(address, bytes)) return {};
+        return mover.askDropSpans(address, bytes, deadline);
+      },
+      answered);
 }
 
 int allocationFailed() {
@@ -71,10 +87,11 @@ int allocationFailed() {
   if (LiveMovers::ofThisProcess().inherited()) return 0;
   const Deadline deadline = Deadline::afterMs(ProcessCore::get().config().timeoutMs);
   std::uint64_t unmapped = 0;
-  askMovers(OpKind::DropIdle, 0, deadline,
-            [&](const MoverClient& mover, const DropRequest& request, ImportDrops::Answer answer) {
-              if (answer == ImportDrops::Answer::Done) unmapped += mover.drops().unmapped(request);
-            });
+  askMovers(
+      deadline, [&](MoverClient& mover) { return mover.askDrop(OpKind::DropIdle, 0, deadline); },
+      [&](const MoverClient& mover, const DropRequest& request, ImportDrops::Answer answer) {
+        if (answer == ImportDrops::Answer::Done) unmapped += mover.drops().unmapped(request);
+      });
   return unmapped > 0 ? 1 : 0;
 }
 

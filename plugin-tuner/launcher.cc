@@ -19,6 +19,9 @@ Launcher::Launcher() {
 }
 
 void Launcher::clear() {
+  for (const PendingOp& op : ops_) {
+    if (op.span) op.span->unpin();
+  }
   ops_.clear();
   streams_.clear();
   // What a launch that failed half-way may still be using is never used again.
@@ -310,6 +313,7 @@ void Launcher::handOver() {
       } else {
         lead.mover->push(op.descriptor);
       }
+      op.span = nullptr;
     }
     lead.mover->ring();
   }

@@ -30,6 +30,7 @@ struct PendingOp {
   SteeredComm* comm = nullptr;
   CUstream stream = nullptr;
   OpDescriptor descriptor{};
+  SpanSlot* span = nullptr;  ///< pinned for it, until it is handed over
 };
 
 /// A set of steered operations of one outermost group, issued in three steps, so that operations

@@ -119,6 +119,9 @@ SteeredCall::~SteeredCall() {
   for (StagingPool::Block* block : taken_) {
     if (block) StagingPool::giveBack(block);
   }
+  for (SpanSlot* span : pinned_) {
+    if (span) span->unpin();
+  }
 }
 
 Status SteeredCall::stage(const void* buffer, std::uint64_t bytes, Buffer* out) {
@@ -148,22 +151,31 @@ Status SteeredCall::stage(const void* buffer, std::uint64_t bytes, Buffer* out) 
   return {};
 }
 
+Status SteeredCall::exportTo(const void* buffer, std::uint64_t bytes, Buffer* out) {
+  ExportedBuffer exported;
+  HOCCL_RETURN_IF_ERROR(exportBuffer(driver_, comm_->context, buffer, bytes, &exported));
+  if (exported.segments) {
+    HOCCL_RETURN_IF_ERROR(comm_->mover->spans().take(reinterpret_cast<CUdeviceptr>(buffer), bytes,
+                                                     exported.allocationId, &out->ref, &out->span));
+    *std::find(pinned_.begin(), pinned_.end(), nullptr) = out->span;
+    return {};
+  }
+  out->ref.kind = BufferKind::Device;
+  out->ref.allocationId = exported.allocationId;
+  out->ref.allocationBase = exported.base;
+  out->ref.allocationBytes = exported.allocationBytes;
+  out->ref.offset = exported.offset;
+  std::memcpy(out->ref.ipcHandle, exported.handle, sizeof out->ref.ipcHandle);
+  return {};
+}
+
 bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, Buffer* out) {
   const ProcessCore& core = ProcessCore::get();
   Status status;
   bool stages = core.appCopiesOnly();
   if (!stages) {
-    ExportedBuffer exported;
-    status = exportBuffer(driver_, comm_->context, buffer, bytes, &exported);
-    if (status) {
-      out->ref.kind = BufferKind::Device;
-      out->ref.allocationId = exported.allocationId;
-      out->ref.allocationBase = exported.base;
-      out->ref.allocationBytes = exported.allocationBytes;
-      out->ref.offset = exported.offset;
-      std::memcpy(out->ref.ipcHandle, exported.handle, sizeof out->ref.ipcHandle);
-      return true;
-    }
+    status = exportTo(buffer, bytes, out);
+    if (status) return true;
     stages = status.code() == Code::Unsupported && core.config().appCopies != "never";
     if (status.code() == Code::Unsupported && !stages) {
       status = status.inContext("HOCCL_APP_COPIES=never");
@@ -174,6 +186,18 @@ bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, Buffer* out) 
   logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
   answer(status);
   return false;
+}
+
+/// A pin for one more operation: the buffer's own for the first one.
+SpanSlot* SteeredCall::pinFor(const Buffer& buffer) {
+  if (!buffer.span) return nullptr;
+  const auto own = std::find(pinned_.begin(), pinned_.end(), buffer.span);
+  if (own != pinned_.end()) {
+    *own = nullptr;
+  } else {
+    buffer.span->pinAgain();  // before the first one's operation is handed over
+  }
+  return buffer.span;
 }
 
 /// Hands the block over to the launch, with the copy that fills it for sends.
@@ -212,6 +236,7 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   }
   d.buffer = buffer->ref;
   d.buffer.offset += offset;
+  op.span = pinFor(*buffer);
   if (!buffer->block) return;
   noteBlock(kind, buffer);
   if (kind != OpKind::Send) {

@@ -40,6 +40,7 @@ class SteeredCall {
   /// A buffer of the call, as an operation names it.
   struct Buffer {
     BufferRef ref{};
+    SpanSlot* span = nullptr;  ///< of one of a span, which is pinned
     // Of one that takes application-side copies; its reference is to the block.
     StagingPool::Block* block = nullptr;
     CUdeviceptr address = 0;
@@ -59,6 +60,8 @@ class SteeredCall {
  private:
   Path choose(Pairs pairs);
   bool answer(const Status& status);
+  Status exportTo(const void* buffer, std::uint64_t bytes, Buffer* out);
+  SpanSlot* pinFor(const Buffer& buffer);
   Status stage(const void* buffer, std::uint64_t bytes, Buffer* out);
   void noteBlock(OpKind kind, Buffer* buffer);
   [[nodiscard]] bool strictRefuses(Path path, Pairs pairs) const;
@@ -71,6 +74,7 @@ class SteeredCall {
   const Driver* driver_ = nullptr;
   std::optional<ContextGuard> context_;
   std::array<StagingPool::Block*, 2> taken_{};  ///< until the launch knows them
+  std::array<SpanSlot*, 2> pinned_{};           ///< the same
   bool staged_ = false;
 };
 

@@ -17,7 +17,7 @@
 namespace hoccl {
 
 /// Descriptors one message can carry here.
-inline constexpr std::size_t kMaxMessageFds = 8;
+inline constexpr std::size_t kMaxMessageFds = 32;
 
 /// A connected pair, for a process and the one it starts.
 Status makeSocketPair(UniqueFd* one, UniqueFd* other);

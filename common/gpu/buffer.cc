@@ -16,6 +16,7 @@ struct CachedExport {
   std::uint64_t allocationId = 0;
   CUdeviceptr base = 0;
   std::size_t bytes = 0;
+  bool segments = false;
   CUipcMemHandle handle{};
 };
 
@@ -24,12 +25,6 @@ CachedExport& cacheEntry(std::uint64_t allocationId) {
   thread_local std::unique_ptr<std::array<CachedExport, kCacheEntries>> cache;
   if (!cache) cache = std::make_unique<std::array<CachedExport, kCacheEntries>>();
   return (*cache)[allocationId % kCacheEntries];
-}
-
-Status notExportable(const Driver* driver, const void* pointer) {
-  return Status::error(Code::Unsupported,
-                       fmt::format("the buffer at {} is {}, which the mover cannot map", pointer,
-                                   foreignMemory(driver, pointer).name));
 }
 
 /// Looks an allocation up that this thread has not seen, or whose place another one has taken.
@@ -46,9 +41,12 @@ Status exportAllocation(const Driver* driver, CUcontext context, CUdeviceptr add
   CUipcMemHandle handle{};
   if (driver->cuPointerGetAttributes(3, names, values, address) != CUDA_SUCCESS || !capable ||
       driver->cuIpcGetMemHandle(&handle, base) != CUDA_SUCCESS) {
-    return notExportable(driver, reinterpret_cast<const void*>(address));
+    const void* pointer = reinterpret_cast<const void*>(address);
+    if (!foreignMemory(driver, pointer).segments) return cannotBeMapped(driver, pointer);
+    *out = {id, base, size, true, {}};
+    return {};
   }
-  *out = {id, base, size, handle};
+  *out = {id, base, size, false, handle};
   ExportedAllocations::ofThisProcess().add(base, size, id);
   return {};
 }
@@ -66,11 +64,18 @@ ForeignMemory foreignMemory(const Driver* driver, const void* pointer) {
       CUDA_SUCCESS) {
     return {};
   }
-  if (managed) return {true, false, "managed memory"};
-  if (type == CU_MEMORYTYPE_HOST) return {true, true, "host memory"};
-  if (pool) return {true, false, "memory of a stream-ordered pool (cudaMallocAsync)"};
+  if (managed) return {true, false, false, "managed memory"};
+  if (type == CU_MEMORYTYPE_HOST) return {true, true, false, "host memory"};
+  if (pool) return {true, false, false, "memory of a stream-ordered pool (cudaMallocAsync)"};
   if (type != CU_MEMORYTYPE_DEVICE) return {};
-  return {true, false, "virtual memory management (cuMemCreate; PyTorch's expandable_segments)"};
+  return {true, false, true,
+          "virtual memory management (cuMemCreate; PyTorch's expandable_segments)"};
+}
+
+Status cannotBeMapped(const Driver* driver, const void* pointer) {
+  return Status::error(Code::Unsupported,
+                       fmt::format("the buffer at {} is {}, which the mover cannot map", pointer,
+                                   foreignMemory(driver, pointer).name));
 }
 
 Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer,
@@ -79,12 +84,15 @@ Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer
   std::uint64_t id = 0;
   if (driver->cuPointerGetAttribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address) != CUDA_SUCCESS ||
       id == 0) {
-    return notExportable(driver, pointer);
+    return cannotBeMapped(driver, pointer);
   }
   CachedExport& cached = cacheEntry(id);
   if (cached.allocationId != id) {
     HOCCL_RETURN_IF_ERROR(exportAllocation(driver, context, address, id, &cached));
   }
+  out->segments = cached.segments;
+  out->allocationId = id;
+  if (cached.segments) return {};
   if (address < cached.base || address - cached.base > cached.bytes ||
       bytes > cached.bytes - (address - cached.base)) {
     return Status::error(Code::InvalidArgument,
@@ -92,7 +100,6 @@ Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer
                                      "{:#x}",
                                      bytes, pointer, cached.bytes, cached.base));
   }
-  out->allocationId = id;
   out->base = cached.base;
   out->allocationBytes = cached.bytes;
   out->offset = address - cached.base;

@@ -66,6 +66,15 @@ namespace hoccl {
   X(cuIpcGetMemHandle, cuIpcGetMemHandle)                                 \
   X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2)                            \
   X(cuIpcCloseMemHandle, cuIpcCloseMemHandle)                             \
+  X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle)             \
+  X(cuMemExportToShareableHandle, cuMemExportToShareableHandle)           \
+  X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle)       \
+  X(cuMemRelease, cuMemRelease)                                           \
+  X(cuMemAddressReserve, cuMemAddressReserve)                             \
+  X(cuMemAddressFree, cuMemAddressFree)                                   \
+  X(cuMemMap, cuMemMap)                                                   \
+  X(cuMemUnmap, cuMemUnmap)                                               \
+  X(cuMemSetAccess, cuMemSetAccess)                                       \
   X(cuStreamCreate, cuStreamCreate)                                       \
   X(cuStreamDestroy, cuStreamDestroy_v2)                                  \
   X(cuStreamSynchronize, cuStreamSynchronize)                             \

@@ -15,8 +15,7 @@ constexpr std::uint64_t kSilentMs = 100;
 
 }  // namespace
 
-bool ImportDrops::take(OpKind kind, std::uint64_t allocation, OpDescriptor* descriptor,
-                       DropRequest* request) {
+bool ImportDrops::take(OpDescriptor* descriptor, DropRequest* request) {
   const std::uint64_t sequence = nextSequence_.fetch_add(1, std::memory_order_relaxed) + 1;
   for (std::uint32_t i = 0; i < kDropSlots; ++i) {
     const std::uint32_t index = static_cast<std::uint32_t>((sequence + i) % kDropSlots);
@@ -27,11 +26,8 @@ bool ImportDrops::take(OpKind kind, std::uint64_t allocation, OpDescriptor* desc
     if (!slot.request.compare_exchange_strong(before, sequence, std::memory_order_acq_rel))
       continue;
     *request = {index, sequence};
-    *descriptor = {};
-    descriptor->kind = kind;
     descriptor->launchSlot = index;
     descriptor->launchSequence = sequence;
-    descriptor->buffer.allocationId = allocation;
     return true;
   }
   return false;

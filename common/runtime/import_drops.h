@@ -21,9 +21,8 @@ class ImportDrops {
  public:
   explicit ImportDrops(Segment segment) : segment_(segment) {}
 
-  /// Takes a slot and fills in the descriptor to push. False while all slots are busy.
-  [[nodiscard]] bool take(OpKind kind, std::uint64_t allocation, OpDescriptor* descriptor,
-                          DropRequest* request);
+  /// Takes a slot and writes it into the descriptor of a request. False while all slots are busy.
+  [[nodiscard]] bool take(OpDescriptor* descriptor, DropRequest* request);
   /// Gives back a slot whose request was not handed over.
   void giveBack(const DropRequest& request);
 

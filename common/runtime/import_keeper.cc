@@ -15,13 +15,26 @@ constexpr std::uint64_t kDescribeAfterNs = 50'000'000;
 }  // namespace
 
 ImportKeeper::ImportKeeper(Segment segment, std::size_t capacity, std::uint64_t idleNs)
-    : segment_(segment), cache_(capacity), idleNs_(idleNs) {}
+    : segment_(segment), cache_(capacity, segment.header().spans), idleNs_(idleNs) {}
 
 Import* ImportKeeper::acquire(const BufferRef& buffer, bool* fresh) {
   Import* import = cache_.acquire(buffer, fresh);
   work_ = work_ || *fresh;
   if (*fresh && idleNs_ > 0 && sweepAtNs_ == 0) sweepAtNs_ = monotonicNs() + idleNs_;
   return import;
+}
+
+void ImportKeeper::addSpan(const BufferRef& buffer, CUdeviceptr address) {
+  cache_.add(buffer, address);
+  work_ = true;
+  if (idleNs_ > 0 && sweepAtNs_ == 0) sweepAtNs_ = monotonicNs() + idleNs_;
+}
+
+void ImportKeeper::notePin(std::uint64_t span) {
+  Import* import = cache_.find(span);
+  if (!import) return;
+  ++import->pins;
+  work_ = work_ || import->stale;
 }
 
 void ImportKeeper::release(Import* import) {
@@ -34,11 +47,17 @@ void ImportKeeper::drop(const OpDescriptor& descriptor) {
   PendingDrop drop{.slot = descriptor.launchSlot,
                    .sequence = descriptor.launchSequence,
                    .allocation = 0,
+                   .base = 0,
+                   .bytes = 0,
                    .askedBefore = unmapsAsked_,
                    .describeAtNs = monotonicNs() + kDescribeAfterNs};
   work_ = true;
   if (descriptor.kind == OpKind::DropIdle) {
     cache_.markIdle(cache_.now());
+  } else if (descriptor.kind == OpKind::DropSpans) {
+    drop.base = descriptor.buffer.allocationBase;
+    drop.bytes = descriptor.buffer.allocationBytes;
+    cache_.markSpans(drop.base, drop.bytes);
   } else if (Import* import = cache_.find(descriptor.buffer.allocationId)) {
     cache_.markStale(import);
     drop.allocation = descriptor.buffer.allocationId;
@@ -46,10 +65,15 @@ void ImportKeeper::drop(const OpDescriptor& descriptor) {
   drops_.push_back(drop);
 }
 
+const Import* ImportKeeper::left(const PendingDrop& drop) const {
+  if (drop.allocation != 0) return cache_.find(drop.allocation);
+  return drop.bytes > 0 ? cache_.markedSpan(drop.base, drop.bytes) : nullptr;
+}
+
 const Import* ImportKeeper::waitedFor(std::uint64_t nowNs) const {
   for (const PendingDrop& drop : drops_) {
-    if (drop.allocation == 0 || drop.describeAtNs == 0 || nowNs < drop.describeAtNs) continue;
-    const Import* import = cache_.find(drop.allocation);
+    if (drop.describeAtNs == 0 || nowNs < drop.describeAtNs) continue;
+    const Import* import = left(drop);
     if (import && import->users > 0) return import;
   }
   return nullptr;
@@ -57,7 +81,7 @@ const Import* ImportKeeper::waitedFor(std::uint64_t nowNs) const {
 
 void ImportKeeper::describe(const Import* import, const std::string& text) {
   for (PendingDrop& drop : drops_) {
-    if (drop.allocation != import->buffer.allocationId || drop.describeAtNs == 0) continue;
+    if (drop.describeAtNs == 0 || left(drop) != import) continue;
     drop.describeAtNs = 0;
     DropSlot& slot = segment_.header().drops[drop.slot];
     const std::size_t length = std::min(text.size(), sizeof slot.pending - 1);
@@ -67,20 +91,25 @@ void ImportKeeper::describe(const Import* import, const std::string& text) {
   }
 }
 
-bool ImportKeeper::nextUnmap(CUdeviceptr* address) {
-  while (cache_.crowded() && cache_.evict(address)) {
+bool ImportKeeper::nextUnmap(CUdeviceptr* address, BufferRef* which) {
+  while (cache_.crowded() && cache_.evict(address, which)) {
     if (!*address) continue;  // one that could not be mapped
     ++unmapsAsked_;
     return true;
   }
   work_ = false;
+  waitsForPins_ = cache_.pinned();
   answerDrops();
   return false;
 }
 
-void ImportKeeper::unmapped() {
+void ImportKeeper::unmapped(std::uint64_t allocation) {
   ++unmapsDone_;
-  segment_.header().unmaps.fetch_add(1, std::memory_order_relaxed);
+  SegmentHeader& header = segment_.header();
+  header.unmaps.fetch_add(1, std::memory_order_relaxed);
+  if (isSpan(allocation)) {
+    header.spans[slotOfSpan(allocation)].end(generationOfSpan(allocation));
+  }
   if (!drops_.empty()) work_ = true;
 }
 
@@ -89,7 +118,7 @@ void ImportKeeper::answerDrops() {
     PendingDrop& drop = drops_[i];
     // An import taken out before the drop came may still be mapped: its unmap has to be over as
     // well.
-    const bool out = drop.allocation == 0 || !cache_.find(drop.allocation);
+    const bool out = left(drop) == nullptr;
     if (out && drop.until == kNotYet) drop.until = unmapsAsked_;
     if (!out || unmapsDone_ < drop.until) {
       ++i;

@@ -24,10 +24,14 @@ class ImportKeeper {
   Import* acquire(const BufferRef& buffer, bool* fresh);
   void release(Import* import);
   [[nodiscard]] Import* find(std::uint64_t allocation) { return cache_.find(allocation); }
+  /// The control thread has mapped a span.
+  void addSpan(const BufferRef& buffer, CUdeviceptr address);
+  /// An operation on a span has come, which acquires it, or never will: its pin is over.
+  void notePin(std::uint64_t span);
   /// An import has become Ready or Failed.
   void settled() { work_ = true; }
 
-  /// Takes a Drop or DropIdle.
+  /// Takes a Drop, DropIdle or DropSpans.
   void drop(const OpDescriptor& descriptor);
   /// An import that a drop has been waiting for long enough for somebody to ask why; null: none.
   [[nodiscard]] const Import* waitedFor(std::uint64_t nowNs) const;
@@ -36,11 +40,13 @@ class ImportKeeper {
 
   /// Something may have to be unmapped.
   [[nodiscard]] bool work() const { return work_; }
-  /// The next address to unmap; false when there is none, and then drops that waited for an import
-  /// have gone on.
-  bool nextUnmap(CUdeviceptr* address);
-  /// The oldest of those given out is unmapped.
-  void unmapped();
+  /// The next address to unmap, and what is there; false when there is none, and then drops that
+  /// waited for an import have gone on.
+  bool nextUnmap(CUdeviceptr* address, BufferRef* which);
+  /// The oldest of those given out, which was that allocation, is unmapped.
+  void unmapped(std::uint64_t allocation);
+  /// Something waits for pins, of whose end nothing tells: to be looked at again from time to time.
+  [[nodiscard]] bool waitsForPins() const { return waitsForPins_; }
 
   /// Marks what has been idle for too long, once its time has come.
   void sweep(std::uint64_t nowNs);
@@ -53,6 +59,7 @@ class ImportKeeper {
     std::uint32_t slot;
     std::uint64_t sequence;
     std::uint64_t allocation;    ///< that has to be out of the cache first; 0: none
+    std::uint64_t base, bytes;   ///< of the spans that have to be out; 0 bytes: none
     std::uint64_t askedBefore;   ///< unmaps given out when it came
     std::uint64_t describeAtNs;  ///< 0 once that is done
     /// Once everything of it is out of the cache: the unmap that has to be done, the last one given
@@ -60,11 +67,14 @@ class ImportKeeper {
     std::uint64_t until = kNotYet;
   };
   void answerDrops();
+  /// What has to be out of the cache first and is not; null: nothing.
+  [[nodiscard]] const Import* left(const PendingDrop& drop) const;
 
   Segment segment_;
   ImportCache cache_;
   std::vector<PendingDrop> drops_;
   bool work_ = false;
+  bool waitsForPins_ = false;
   std::uint64_t unmapsAsked_ = 0, unmapsDone_ = 0;
   std::uint64_t idleNs_;
   std::uint64_t sweepAtNs_ = 0;

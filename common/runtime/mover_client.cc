@@ -96,6 +96,8 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   client->segment_.header().lightFences.store(registerLightFences() ? 1 : 0);
   client->staging_ =
       std::make_unique<StagingPool>(driver, context, client.get(), config.appCopyBytes);
+  client->spans_ =
+      std::make_unique<MappedSpans>(driver, context, client.get(), client->segment_);
   client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {
@@ -252,26 +254,40 @@ void MoverClient::releaseAll(const std::string& why) {
   if (open) logError("{}", why);
 }
 
-/// A request with one descriptor, and its answer; control_ is held.
-Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint64_t boundMs) {
+/// A request and its answer; control_ is held.
+Status MoverClient::ask(const void* request, std::size_t size, std::span<const int> fds,
+                        std::uint64_t boundMs, MoverReply* reply, bool* answered) {
+  *answered = false;
   if (silent_) {
     return Status::error(Code::Timeout, "the mover has not answered an earlier request");
   }
-  MoverReply reply{};
   std::size_t bytes = 0;
   std::vector<UniqueFd> none;
-  Status status = sendWithFdsWithin(socket_.get(), request, size, {&fd, 1}, boundMs);
+  Status status = sendWithFdsWithin(socket_.get(), request, size, fds, boundMs);
   if (status) {
-    status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &none, boundMs);
+    status = recvWithFdsWithin(socket_.get(), reply, sizeof *reply, &bytes, &none, boundMs);
   }
   if (!status) {
     silent_ = true;
     return status.inContext("the mover does not answer");
   }
-  if (bytes != sizeof reply || !reply.ok) {
-    return Status::error(Code::System, getText(reply.text)).inContext("the mover");
+  *answered = true;
+  if (bytes != sizeof *reply || !reply->ok) {
+    return Status::error(Code::System, getText(reply->text)).inContext("the mover");
   }
   return {};
+}
+
+Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint64_t boundMs) {
+  MoverReply reply{};
+  bool answered = false;
+  return ask(request, size, {&fd, 1}, boundMs, &reply, &answered);
+}
+
+Status MoverClient::addSpan(const AddSpan& message, std::span<const int> segments,
+                            MoverReply* reply, bool* answered) {
+  std::lock_guard lock(control_);
+  return ask(&message, sizeof message, segments, timeoutMs_, reply, answered);
 }
 
 Status MoverClient::addStaging(std::uint64_t id, const SharedMemory& memory) {
@@ -443,10 +459,25 @@ void MoverClient::letGo(const Slot& slot) {
 }
 
 DropRequest MoverClient::askDrop(OpKind kind, std::uint64_t allocation, const Deadline& deadline) {
-  OpDescriptor descriptor;
+  OpDescriptor descriptor{};
+  descriptor.kind = kind;
+  descriptor.buffer.allocationId = allocation;
+  return askDrop(descriptor, deadline);
+}
+
+DropRequest MoverClient::askDropSpans(CUdeviceptr address, std::size_t bytes,
+                                      const Deadline& deadline) {
+  OpDescriptor descriptor{};
+  descriptor.kind = OpKind::DropSpans;
+  descriptor.buffer.allocationBase = address;
+  descriptor.buffer.allocationBytes = bytes;
+  return askDrop(descriptor, deadline);
+}
+
+DropRequest MoverClient::askDrop(OpDescriptor descriptor, const Deadline& deadline) {
   DropRequest request;
   const std::atomic<std::uint32_t>& dead = segment_.header().moverDead;
-  while (!drops_->take(kind, allocation, &descriptor, &request)) {
+  while (!drops_->take(&descriptor, &request)) {
     if (dead.load(std::memory_order_relaxed) || deadline.passed()) return {};
     ::usleep(kFullNapUs);
   }

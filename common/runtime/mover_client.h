@@ -18,6 +18,7 @@
 #include "common/gpu/host_registration.h"
 #include "common/net/transport.h"
 #include "common/runtime/import_drops.h"
+#include "common/runtime/mapped_spans.h"
 #include "common/runtime/mover_protocol.h"
 #include "common/runtime/segment.h"
 #include "common/runtime/staging_pool.h"
@@ -60,13 +61,21 @@ class MoverClient {
   /// Gives the mover host memory that operations name by `id`. The mover has it registered when this
   /// returns. Bounded by HOCCL_TIMEOUT_MS and 5 s for each GB. Any thread; takes a lock.
   Status addStaging(std::uint64_t id, const SharedMemory& memory);
+  /// Gives the mover segments of a span; the answer says whether it has mapped them. `answered` becomes
+  /// false where there is none within HOCCL_TIMEOUT_MS. Any thread; takes a lock.
+  Status addSpan(const AddSpan& message, std::span<const int> segments, MoverReply* reply,
+                 bool* answered);
   /// What went wrong in that communicator; ok if nothing.
   [[nodiscard]] Status communicatorStatus(std::uint32_t index) const;
 
   /// Asks the mover to let go of imports (Drop, DropIdle). Sequence 0: it cannot be asked in time, or it
   /// is dead and has none.
   DropRequest askDrop(OpKind kind, std::uint64_t allocation, const Deadline& deadline);
+  /// The same of all spans that reach into a range of addresses.
+  DropRequest askDropSpans(CUdeviceptr address, std::size_t bytes, const Deadline& deadline);
   [[nodiscard]] ImportDrops& drops() const { return *drops_; }
+  /// What the mover has of memory that has no handle.
+  [[nodiscard]] MappedSpans& spans() const { return *spans_; }
   /// Memory for buffers that the mover cannot map.
   [[nodiscard]] StagingPool& staging() const { return *staging_; }
 
@@ -103,7 +112,10 @@ class MoverClient {
  private:
   MoverClient() = default;
   Status spawn(const std::string& executable, int socket);
+  Status ask(const void* request, std::size_t bytes, std::span<const int> fds,
+             std::uint64_t boundMs, MoverReply* reply, bool* answered);
   Status ask(const void* request, std::size_t bytes, int fd, std::uint64_t boundMs);
+  DropRequest askDrop(OpDescriptor descriptor, const Deadline& deadline);
   Status greet(const std::string& gpuUuid);
   void watch();
   void releaseAll(const std::string& why);
@@ -128,6 +140,7 @@ class MoverClient {
   std::mutex control_;   ///< one request at a time on the socket; never taken on the launch path
 
   std::unique_ptr<ImportDrops> drops_;
+  std::unique_ptr<MappedSpans> spans_;
   std::unique_ptr<StagingPool> staging_;
   std::unique_ptr<std::atomic<std::uint64_t>[]> lastSequence_;  ///< by slot
   std::atomic<std::uint64_t> nextSequence_{0};

@@ -4,7 +4,6 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "common/base/log.h"
@@ -32,7 +31,8 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       applicationPidfd_(std::move(d.applicationPidfd)),
       timeoutMs_(config.timeoutMs),
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
-      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      spans_(d.driver) {
   watch(application_);
   watch(applicationPidfd_.get());
   watch(queues_->controlEventFd);
@@ -114,17 +114,7 @@ void MoverControl::handle(ControlRequest& request) {
       connect(request);
       return;
     case ControlRequest::Kind::Unmap:
-      if (!isStaging(request.mapped)) {
-        const CUresult result = driver_->cuIpcCloseMemHandle(request.mapped);
-        if (result != CUDA_SUCCESS) {
-          logWarn("{}", driver_->error("cuIpcCloseMemHandle", result).message());
-        }
-      }
-      {
-        LoopEvent unmapped;
-        unmapped.kind = LoopEvent::Kind::Unmapped;
-        post(std::move(unmapped));
-      }
+      unmap(request);
       return;
     case ControlRequest::Kind::Retire:
       if (auto known = connections_.find(request.peer);
@@ -137,10 +127,38 @@ void MoverControl::handle(ControlRequest& request) {
   }
 }
 
+void MoverControl::unmap(const ControlRequest& request) {
+  Status status;
+  switch (request.buffer.kind) {
+    case BufferKind::Device:
+      status = HOCCL_CU(driver_, cuIpcCloseMemHandle(request.mapped));
+      break;
+    case BufferKind::Span:
+      status = spans_.unmap(request.buffer.allocationId);
+      break;
+    case BufferKind::Staging:  // stays for good
+      break;
+  }
+  if (!status) logWarn("memory of the application stays mapped: {}", status.message());
+  LoopEvent unmapped;
+  unmapped.kind = LoopEvent::Kind::Unmapped;
+  unmapped.allocation = request.buffer.allocationId;
+  post(std::move(unmapped));
+}
+
 void MoverControl::import(const ControlRequest& request) {
   LoopEvent event;
   event.kind = LoopEvent::Kind::Imported;
   event.allocation = request.buffer.allocationId;
+  if (request.buffer.kind == BufferKind::Span) {
+    // One that is mapped is in the loop's cache since then.
+    event.status = Status::error(
+        Code::Internal, fmt::format("an operation on memory at {:#x} that the mover has not "
+                                    "been given",
+                                    request.buffer.allocationBase));
+    post(std::move(event));
+    return;
+  }
   if (request.buffer.kind == BufferKind::Staging) {
     auto known = staging_.find(request.buffer.allocationId);
     if (known == staging_.end()) {
@@ -315,8 +333,13 @@ void MoverControl::applicationSays() {
   }
   MoverReply reply{};
   reply.magic = kMoverMagic;
-  status =
-      bytes == sizeof(AddStaging) ? addStaging(buffer, &fds) : addCommunicator(buffer, bytes, &fds);
+  if (bytes == sizeof(AddStaging)) {
+    status = addStaging(buffer, &fds);
+  } else if (bytes == sizeof(AddSpan)) {
+    status = addSpan(buffer, fds, &reply.refused);
+  } else {
+    status = addCommunicator(buffer, bytes, &fds);
+  }
   reply.ok = status ? 1 : 0;
   setText(reply.text, status.message());
   if (Status sent = sendWithFdsWithin(application_, &reply, sizeof reply, {}, timeoutMs_); !sent) {
@@ -358,10 +381,26 @@ Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
   return {};
 }
 
-bool MoverControl::isStaging(CUdeviceptr address) const {
-  return std::any_of(staging_.begin(), staging_.end(), [address](const auto& each) {
-    return reinterpret_cast<CUdeviceptr>(each.second.memory.data()) == address;
-  });
+Status MoverControl::addSpan(const void* data, const std::vector<UniqueFd>& fds,
+                             std::uint32_t* refused) {
+  AddSpan request{};
+  std::memcpy(&request, data, sizeof request);
+  if (request.magic != kMoverMagic || !isSpan(request.id) || slotOfSpan(request.id) >= kSpanSlots) {
+    return Status::error(Code::InvalidArgument,
+                         fmt::format("a span {:#x} makes no sense", request.id));
+  }
+  bool whole = false;
+  LoopEvent event;
+  HOCCL_RETURN_IF_ERROR(spans_.add(request, fds, &whole, &event.address, refused));
+  if (!whole) return {};
+  // In the loop's cache before the application may name it.
+  event.kind = LoopEvent::Kind::SpanAdded;
+  event.buffer.kind = BufferKind::Span;
+  event.buffer.allocationId = request.id;
+  event.buffer.allocationBase = request.base;
+  event.buffer.allocationBytes = request.bytes;
+  post(std::move(event));
+  return {};
 }
 
 Status MoverControl::addCommunicator(const void* data, std::size_t bytes,

@@ -11,6 +11,7 @@
 #include "common/base/shared_memory.h"
 #include "common/base/time.h"
 #include "common/runtime/mover_events.h"
+#include "common/runtime/span_mapper.h"
 
 namespace hoccl {
 
@@ -42,12 +43,13 @@ class MoverControl {
   void takeRequests();
   void handle(ControlRequest& request);
   void import(const ControlRequest& request);
+  void unmap(const ControlRequest& request);
   void connect(const ControlRequest& request);
   void applicationSays();
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
+  Status addSpan(const void* data, const std::vector<UniqueFd>& fds, std::uint32_t* refused);
   Status makeScratch();
-  [[nodiscard]] bool isStaging(CUdeviceptr address) const;
   void acceptAll();
   void advanceAttempts();
   void greet(Attempt& attempt);
@@ -79,6 +81,7 @@ class MoverControl {
   };
   std::map<std::uint64_t, StagingMemory> staging_;
   bool hasScratch_ = false;
+  SpanMapper spans_;
   std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
 };
 

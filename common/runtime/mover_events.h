@@ -34,14 +34,25 @@ struct CommunicatorInfo {
 
 /// Control thread to loop.
 struct LoopEvent {
-  enum class Kind { None, CommunicatorAdded, LinkUp, LinkFailed, Imported, Unmapped, Scratch, Stop };
+  enum class Kind {
+    None,
+    CommunicatorAdded,
+    LinkUp,
+    LinkFailed,
+    Imported,
+    SpanAdded,
+    Unmapped,
+    Scratch,
+    Stop
+  };
   Kind kind = Kind::None;
   std::unique_ptr<CommunicatorInfo> communicator;
   PeerId peer;
   std::unique_ptr<Connection> connection;
   HostRegistration registration;
-  std::uint64_t allocation = 0;
-  CUdeviceptr address = 0;  ///< Imported: of the buffer; Scratch: of the lanes' memory
+  std::uint64_t allocation = 0;  ///< Imported, Unmapped
+  BufferRef buffer{};            ///< SpanAdded
+  CUdeviceptr address = 0;  ///< Imported, SpanAdded: of the buffer; Scratch: of the lanes' memory
   Status status;
 };
 

@@ -122,8 +122,12 @@ bool MoverLoop::takeEvents() {
         imports_.settled();
         break;
       }
+      case LoopEvent::Kind::SpanAdded:
+        imports_.addSpan(event.buffer, event.address);
+        segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
+        break;
       case LoopEvent::Kind::Unmapped:
-        imports_.unmapped();
+        imports_.unmapped(event.allocation);
         break;
       case LoopEvent::Kind::Scratch:
         out_.useScratch(event.address, slotBytes_);
@@ -207,7 +211,9 @@ void MoverLoop::rest(bool moved) {
     return;
   }
 
-  bool active = pendingOps_ > 0 || !requests_.empty() || !dying_.empty() || leaving_ || stopping_;
+  if (imports_.waitsForPins()) imports_.settled();  // in the next round
+  bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() ||
+                !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) active = active || link->active();
   // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
   // call, and a nap ends by itself.
@@ -283,11 +289,17 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
       return;
     case OpKind::Drop:
     case OpKind::DropIdle:
+    case OpKind::DropSpans:
       imports_.drop(descriptor);
       return;
     case OpKind::Send:
     case OpKind::Recv:
     case OpKind::Mirror: {
+      if (descriptor.buffer.kind == BufferKind::Span) {
+        const std::uint64_t span = descriptor.buffer.allocationId;
+        if (!imports_.find(span)) takeEvents();  // as of a communicator
+        imports_.notePin(span);
+      }
       Launch* launch = launchOf(descriptor);
       if (!launch) return;
       if (!communicator || descriptor.peer < 0 ||

@@ -341,8 +341,10 @@ void MoverLoop::request(ControlRequest request) {
 }
 
 void MoverLoop::unmapImports() {
-  for (CUdeviceptr address = 0; imports_.nextUnmap(&address);) {
+  BufferRef which;
+  for (CUdeviceptr address = 0; imports_.nextUnmap(&address, &which);) {
     ControlRequest unmap;
+    unmap.buffer = which;
     unmap.kind = ControlRequest::Kind::Unmap;
     unmap.mapped = address;
     request(std::move(unmap));

@@ -3,6 +3,7 @@
 // What an application process and its mover say to each other over their socket pair: the set-up.
 // Everything fast goes through the segment.
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/net/transport.h"
@@ -30,7 +31,7 @@ struct MoverHello {
 struct MoverReply {
   std::uint64_t magic;
   std::uint32_t ok;
-  std::uint32_t padding;
+  std::uint32_t refused;         ///< to AddSpan: the segment of the message that cannot be mapped
   PeerId mover;                  ///< to MoverHello
   /// To MoverHello: where peers reach this mover, by transport; empty where it does not listen.
   char shmAddress[kAddressBytes];
@@ -54,7 +55,27 @@ struct AddStaging {
   std::uint64_t id;
   std::uint64_t bytes;
 };
-static_assert(sizeof(AddStaging) != sizeof(AddCommunicator), "told apart by their size");
+
+/// Segments most of one AddSpan: its descriptors.
+inline constexpr std::size_t kSpanPieces = 32;
+
+/// A span to be mapped (BufferKind::Span), by as many messages as it takes: each has the next
+/// segments in the order of their addresses, with a descriptor for each
+/// (cuMemExportToShareableHandle). The last one's answer says that all of it is mapped; after any
+/// that says no, nothing of it is. One without segments takes back those before.
+struct AddSpan {
+  std::uint64_t magic;
+  std::uint64_t id;
+  std::uint64_t base;   ///< application's address
+  std::uint64_t bytes;  ///< of the whole span
+  std::uint64_t done;   ///< bytes in the messages before this one
+  std::uint64_t pieces;
+  std::uint64_t pieceBytes[kSpanPieces];
+};
+static_assert(sizeof(AddStaging) != sizeof(AddCommunicator) &&
+                  sizeof(AddStaging) != sizeof(AddSpan) &&
+                  sizeof(AddCommunicator) != sizeof(AddSpan),
+              "told apart by their size");
 
 /// One rank of a communicator as every rank learns it from the agreement.
 struct PeerRecord {

@@ -12,11 +12,12 @@
 
 #include "common/base/flag.h"
 #include "common/base/status.h"
+#include "common/runtime/span_slot.h"
 
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 7;
+inline constexpr std::uint32_t kSegmentVersion = 8;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -50,18 +51,24 @@ enum class OpKind : std::uint32_t {
   /// with the same peer and pairSequence carries, which stands before it in the same launch.
   Mirror = 8,
   Nothing = 9,  ///< fills the place of an operation whose call failed
+  /// Unmap every span that reaches into [allocationBase, allocationBase + allocationBytes) once no
+  /// operation uses it; answered in a DropSlot.
+  DropSpans = 10,
 };
 
 enum class BufferKind : std::uint32_t {
   Device = 0,   ///< an allocation of the application, to be imported by its handle
   Staging = 1,  ///< host memory of a StagingPool, which the mover has been given (AddStaging)
+  /// Neighbouring segments of virtual memory management (cuMemCreate, cuMemMap), which the mover
+  /// has been given (AddSpan) and has mapped side by side. Pinned by the operation (SpanSlot).
+  Span = 2,
 };
 
 /// A buffer as the mover can find it: the allocation's identity and where in it.
 struct BufferRef {
   BufferKind kind;
-  /// Device: CU_POINTER_ATTRIBUTE_BUFFER_ID. Staging: a StagingPool's number. Unique in the process
-  /// for ever.
+  /// Device: CU_POINTER_ATTRIBUTE_BUFFER_ID. Staging: a StagingPool's number. Span: spanId().
+  /// Unique in the process for ever.
   std::uint64_t allocationId;
   std::uint64_t allocationBase;  ///< application's address of the allocation, only to tell overlap
   std::uint64_t allocationBytes;
@@ -108,8 +115,8 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
 };
 
-/// One request to let go of imports (Drop, DropIdle), and its answer. The descriptor names the slot
-/// in launchSlot and the request in launchSequence.
+/// One request to let go of imports (Drop, DropIdle, DropSpans), and its answer. The descriptor
+/// names the slot in launchSlot and the request in launchSequence.
 struct alignas(kCacheLine) DropSlot {
   /// Sequence of the last request here; the application takes the slot when `done` has reached it.
   std::atomic<std::uint64_t> request;
@@ -136,6 +143,7 @@ struct alignas(kCacheLine) SegmentHeader {
   alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
   std::atomic<std::uint64_t> chunksOut, chunksIn, imports, unmaps;
   DropSlot drops[kDropSlots];
+  SpanSlot spans[kSpanSlots];
 };
 
 /// Offsets and typed views of a mapped segment. Does not own the mapping.

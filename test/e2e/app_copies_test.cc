@@ -38,7 +38,8 @@ TEST_P(AppCopiesOf, AllBuffers) {
 }
 
 class AppCopiesOfMemory : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Kinds, AppCopiesOfMemory, ::testing::Values("managed", "pool", "mapped"));
+INSTANTIATE_TEST_SUITE_P(Kinds, AppCopiesOfMemory,
+                         ::testing::Values("managed", "pool", "unexportable"));
 
 TEST_P(AppCopiesOfMemory, SendsAndReceives) {
   Job job("bothWays", 2);

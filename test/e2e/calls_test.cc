@@ -117,12 +117,18 @@ TEST(Calls, StrictPassesWhatIsSteeredAndWhatCannotBe) {
   }
 }
 
-TEST(Calls, WarmSteeredCallsNeitherAllocateNorLockNorEnterTheKernel) {
+/// By kind of memory: what is mapped by its handle; segments, of which each buffer has three.
+class WarmCalls : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Memory, WarmCalls, ::testing::Values("device", "mapped"));
+
+TEST_P(WarmCalls, NeitherAllocateNorLockNorEnterTheKernel) {
 #if HOCCL_SANITIZED
   GTEST_SKIP() << "a sanitizer has its own malloc";
 #endif
+  const bool segments = std::string(GetParam()) == "mapped";
   Job job("launchPath", 2);
-  job.finish(60);
+  job.env("E2E_MEMORY", GetParam()).argument("bytes", segments ? "4500001" : "200003").finish(60);
+  for (const auto& comm : job.communicators(0)) EXPECT_EQ(comm["paths"]["app-copies"]["ops"], 0);
   // The watch sees what creating a communicator does, and what the emulated driver does in the
   // calls.
   for (const char* what : {"controlAllocations", "controlLocks", "seen"}) {

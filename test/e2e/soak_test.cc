@@ -49,6 +49,9 @@ const Variant kVariants[] = {
       {"CUDA_DEVICE_MAX_CONNECTIONS", "8"},
       {"HOCCL_SLOTS", "1"},
       {"HOCCL_IMPORT_CACHE", "8"}}},
+    {"Segments",
+     2,
+     {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_DELAY_US", "30"}, {"HOCCL_IMPORT_CACHE", "8"}}},
 };
 
 std::uint64_t seedOf(std::size_t variant) {

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "test/emulator/memory.h"
 #include "test/emulator/session.h"
@@ -23,6 +25,28 @@ std::atomic<std::uint64_t> gUsed[kMaxDevices];  // bytes this process allocated 
 // The file's name says which device it is on; /proc shows it to whoever has a descriptor.
 constexpr char kName[] = "emucuda.gpu";
 
+/// Memory that this process has freed and another one still has: the device's until that lets go.
+struct Left {
+  int fd;
+  int physical;
+  std::size_t size;
+};
+std::mutex gLeftMutex;
+auto& left() {
+  static auto* all = new std::vector<Left>;
+  return *all;
+}
+
+void returnLeft() {
+  std::lock_guard lock(gLeftMutex);
+  std::erase_if(left(), [](const Left& each) {
+    if (mappedElsewhere(each.fd)) return false;
+    gUsed[each.physical] -= each.size;
+    close(each.fd);
+    return true;
+  });
+}
+
 struct flock wholeFile(short type) {
   struct flock lock {};
   lock.l_type = type;
@@ -33,6 +57,7 @@ struct flock wholeFile(short type) {
 }  // namespace
 
 std::shared_ptr<Backing> makeBacking(int physical, std::size_t bytes) {
+  returnLeft();
   auto& used = gUsed[physical];
   const std::uint64_t limit = settings().memoryBytes;
   if (bytes > limit) return nullptr;
@@ -72,13 +97,30 @@ std::shared_ptr<Backing> importBacking(int fd) {
 
 Backing::~Backing() {
   if (!imported && size > 0) {
+    if (fd >= 0 && mappedElsewhere(fd)) {
+      session::count(physical, Counter::FreedWhileMapped);
+      std::lock_guard lock(gLeftMutex);
+      left().push_back({fd, physical, size});
+      return;
+    }
     gUsed[physical] -= size;
-    if (fd >= 0 && mappedElsewhere(fd)) session::count(physical, Counter::FreedWhileMapped);
   }
   if (fd >= 0) close(fd);
 }
 
-std::uint64_t bytesUsed(int physical) { return gUsed[physical]; }
+int exportBacking(const Backing& backing) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/self/fd/%d", backing.fd);
+  // A description of its own, whose mark goes where the descriptor goes.
+  const int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd >= 0) markMapped(fd);
+  return fd;
+}
+
+std::uint64_t bytesUsed(int physical) {
+  returnLeft();
+  return gUsed[physical];
+}
 
 bool mappedElsewhere(int fd) {
   struct flock lock = wholeFile(F_WRLCK);

@@ -24,8 +24,9 @@ enum class RegionKind {
   HostRegistered
 };
 
-/// The bytes of some device memory: a memfd, counted against the device until the last mapping and
-/// the last handle are gone. Processes that import it hold a lock on the file as long as they do.
+/// The bytes of some device memory: a memfd, counted against the device until the last mapping, the
+/// last handle and the last exported descriptor are gone, in all processes. Those that import it hold
+/// a lock on the file as long as they do, and so does a descriptor.
 struct Backing {
   int fd = -1;
   std::size_t size = 0;
@@ -45,6 +46,8 @@ struct Backing {
 std::shared_ptr<Backing> makeBacking(int physical, std::size_t bytes);
 /// One from another process's descriptor, which stays the caller's; null if it is none.
 std::shared_ptr<Backing> importBacking(int fd);
+/// A descriptor for another process; -1 if there is none.
+int exportBacking(const Backing& backing);
 /// Bytes of a device that this process has allocated.
 std::uint64_t bytesUsed(int physical);
 /// Another process has the file mapped.

@@ -246,7 +246,7 @@ CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle ha
     if (type == CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_PERMITTED;
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
     if ((backing->handleTypes & type) == 0) return CUDA_ERROR_INVALID_VALUE;
-    const int fd = fcntl(backing->fd, F_DUPFD_CLOEXEC, 0);
+    const int fd = exportBacking(*backing);
     if (fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
     *static_cast<int*>(out) = fd;
     return CUDA_SUCCESS;

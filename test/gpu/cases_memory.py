@@ -15,6 +15,8 @@ ROUNDS_TIME_S = 100  # past it the rest is not run, which fails
 FLAT_BYTES = 64 * MIB  # what the GPU's free memory may vary by, of both ranks together
 CACHED_ROUNDS = 300
 TOO_MUCH = 1 << 42
+# The path of memory of which it is settled: what a mover can map, and what it cannot.
+PATH_OF = {"device": "staged", "mapped_exportable": "staged", "mapped": "app-copies"}
 
 
 def _operations(rank, make, seed, expected, sizes=SIZES):
@@ -49,9 +51,10 @@ def _operations(rank, make, seed, expected, sizes=SIZES):
     return used
 
 
-def _paths(rank, expected):
-    """Checks that nothing went to NCCL; which of HOCCL's paths it took is a figure."""
-    return {f"rank{rank.rank}_paths": expected.check()}
+def _paths(rank, expected, path=None):
+    """Checks that all of it took `path`. Without one that nothing went to NCCL; which of HOCCL's paths
+    it took is a figure."""
+    return {f"rank{rank.rank}_paths": expected.check(path)}
 
 
 def odd_offsets(rank):
@@ -85,12 +88,12 @@ def _kind(rank, kind):
             _operations(rank, make, 400 + 100 * repeat, expected)
             for buffer in made:
                 buffer.free()
-    return _paths(rank, expected)
+    return _paths(rank, expected, PATH_OF.get(kind))
 
 
 def mixed_kinds(rank):
     """One rank's memory can be mapped by its mover, the other's cannot: both have to agree."""
-    kinds = ("device", "managed", "pinned", "mapped", "pool")
+    kinds = ("device", "managed", "pinned", "mapped", "mapped_exportable", "pool")
     expected = Expected(rank)
     for n, kind in enumerate(kinds * 2):
         made = []
@@ -121,16 +124,26 @@ def backend(rank):
 
 def expandable_segments(rank):
     """Segments that grow in one range of addresses, by parts of 20 MiB: buffers reach from one part
-    into the next."""
-    expected = Expected(rank)
-    for repeat in range(4):
+    into the next. Every other time the cache is emptied, which unmaps parts that the movers have
+    mapped: the same addresses come back as other memory, and the GPU's free memory as it was."""
+    expected, levels = Expected(rank), []
+    for repeat in range(6):
         used = _operations(rank, Buffer, 1400 + 200 * repeat, expected, [*SIZES, 70 * MIB + 1])
         expandable = {s["is_expandable"] for s in torch.cuda.memory_snapshot()}
         rank.check(True in expandable, f"no segment is expandable: {expandable}")
         del used
         if repeat % 2:
             torch.cuda.empty_cache()
-    return _paths(rank, expected)
+            rank.barrier()  # both ranks have freed
+            levels.append(_free_memory())
+            rank.barrier()
+    rank.check(
+        levels[0] - levels[-1] <= FLAT_BYTES, f"the GPU's free memory went through {levels}"
+    )
+    return {
+        **_paths(rank, expected, "staged"),
+        f"rank{rank.rank}_free_memory_mib": [level >> 20 for level in levels],
+    }
 
 
 def empty_cache_between(rank):

@@ -144,6 +144,34 @@ TEST(Emulator, Facts6ExpandableSegments) {
   });
 }
 
+TEST(Emulator, AnExportedDescriptorKeepsTheMemory) {
+  isolated({}, [] {
+    openDevice();
+    constexpr std::size_t kSegment = 20 * kMiB;
+    const std::size_t before = bytesFree();
+    const CUmemAllocationProp properties = onDevice(0, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    CUmemGenericAllocationHandle handle = 0;
+    REQUIRE_OK(CU(cuMemCreate)(&handle, kSegment, &properties, 0));
+    int fd = -1;
+    REQUIRE_OK(
+        CU(cuMemExportToShareableHandle)(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    EXPECT_OK(CU(cuMemRelease)(handle));
+    EXPECT_EQ(before - bytesFree(), kSegment);
+    HocclEmuCounters counters{};
+    EXPECT_OK(CU(hocclEmuGetCounters)(0, &counters));
+    EXPECT_EQ(counters.freedWhileMapped, 1u);
+    close(fd);
+    EXPECT_EQ(before, bytesFree());
+    // Without the type it cannot be exported at all.
+    const CUmemAllocationProp plain = onDevice(0, CU_MEM_HANDLE_TYPE_NONE);
+    REQUIRE_OK(CU(cuMemCreate)(&handle, kSegment, &plain, 0));
+    EXPECT_EQ(
+        CU(cuMemExportToShareableHandle)(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+        CUDA_ERROR_INVALID_VALUE);
+    EXPECT_OK(CU(cuMemRelease)(handle));
+  });
+}
+
 void sendDescriptor(int socket, int fd) {
   char byte = 0, control[CMSG_SPACE(sizeof fd)] = {};
   iovec data{&byte, 1};

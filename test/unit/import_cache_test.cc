@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
+#include <vector>
 
 namespace hoccl {
 namespace {
@@ -48,6 +50,84 @@ TEST(ImportCache, StagingMemoryStaysAndDoesNotCount) {
   EXPECT_FALSE(cache.evict(&address));
   EXPECT_TRUE(cache.empty());
   for (std::uint64_t id = 100; id < 110; ++id) EXPECT_NE(cache.find(id), nullptr);
+}
+
+/// A span of `pieces` allocations from number `first` on, in a slot; its generation is 1.
+BufferRef span(std::uint32_t slot, std::uint64_t first, std::uint64_t pieces) {
+  BufferRef ref = allocation(first);
+  ref.kind = BufferKind::Span;
+  ref.allocationId = spanId(slot, 1);
+  ref.allocationBytes = pieces * kAllocation;
+  return ref;
+}
+
+TEST(Rule8, ASpanGoesOnlyWhenNoOperationIsOnItsWay) {
+  std::vector<SpanSlot> slots(kSpanSlots);
+  ImportCache cache(16, slots.data());
+  const std::uint64_t generation = slots[5].open();  // pinned by the operation that wanted it
+  cache.add(span(5, 1, 2), 0x5000);
+  Import* import = cache.find(spanId(5, 1));
+  ASSERT_NE(import, nullptr);
+  EXPECT_EQ(import->state, Import::State::Ready);
+  EXPECT_EQ(cache.markIdle(cache.now()), 0u) << "pinned";
+  cache.markStale(import);
+  EXPECT_TRUE(cache.pinned());
+  CUdeviceptr gone = 0;
+  BufferRef which{};
+  EXPECT_FALSE(cache.evict(&gone, &which));
+  EXPECT_FALSE(slots[5].closed(generation));
+  ++import->pins;  // the operation has come
+  EXPECT_FALSE(cache.pinned());
+  ASSERT_TRUE(cache.evict(&gone, &which));
+  EXPECT_EQ(gone, 0x5000u);
+  EXPECT_EQ(which.allocationId, spanId(5, 1));
+  EXPECT_TRUE(slots[5].closed(generation)) << "no operation may come any more";
+  EXPECT_FALSE(slots[5].over(generation)) << "that is said when it is unmapped";
+  EXPECT_FALSE(cache.crowded());
+}
+
+TEST(Rule8, SpansShareSegmentsAndGoByTheirRange) {
+  std::vector<SpanSlot> slots(kSpanSlots);
+  ImportCache cache(16, slots.data());
+  for (std::uint32_t slot : {0u, 1u, 2u}) {
+    slots[slot].open();
+    slots[slot].unpin();
+    cache.add(span(slot, 10 + slot, 2), 0x1000 + slot);  // 10-11, 11-12, 12-13
+  }
+  EXPECT_FALSE(cache.crowded()) << "neighbours that overlap are no sign of a free";
+  const std::uint64_t base = allocation(13).allocationBase;
+  cache.markSpans(base, kAllocation);
+  const Import* marked = cache.markedSpan(base, kAllocation);
+  ASSERT_NE(marked, nullptr);
+  EXPECT_EQ(marked->buffer.allocationId, spanId(2, 1));
+  CUdeviceptr gone = 0;
+  ASSERT_TRUE(cache.evict(&gone));
+  EXPECT_EQ(gone, 0x1002u);
+  EXPECT_EQ(cache.markedSpan(base, kAllocation), nullptr);
+  // An allocation of another kind in their place means that they have been freed.
+  cache.release(mapped(cache, 11));
+  EXPECT_TRUE(cache.evict(&gone));
+  EXPECT_TRUE(cache.evict(&gone));
+  EXPECT_FALSE(cache.evict(&gone));
+  EXPECT_EQ(cache.find(spanId(0, 1)), nullptr);
+  EXPECT_EQ(cache.find(spanId(1, 1)), nullptr);
+}
+
+TEST(Rule8, SpansCountAmongTheImportsAndLeaveSlotsFree) {
+  std::vector<SpanSlot> slots(kSpanSlots);
+  for (const std::size_t capacity : {std::size_t{4}, std::size_t{1} << 20}) {
+    ImportCache cache(capacity, slots.data());
+    for (std::uint32_t slot = 0; slot < kSpanSlots; ++slot) {
+      slots[slot].word = 0;
+      slots[slot].open();
+      slots[slot].unpin();
+      cache.add(span(slot, slot, 1), 0x1000 + slot);
+    }
+    CUdeviceptr gone = 0;
+    std::size_t left = kSpanSlots;
+    while (cache.crowded() && cache.evict(&gone)) --left;
+    EXPECT_EQ(left, std::min<std::size_t>(capacity, kSpanSlots / 2));
+  }
 }
 
 TEST(ImportCache, MapsAnAllocationOnce) {

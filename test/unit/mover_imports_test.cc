@@ -39,9 +39,11 @@ constexpr std::uint64_t kSettleMs = 100;
 struct Drops {
   explicit Drops(TestMover& mover) : mover(mover), drops(mover.segment) {}
   DropRequest ask(OpKind kind, std::uint64_t allocation = 0) {
-    OpDescriptor descriptor;
+    OpDescriptor descriptor{};
+    descriptor.kind = kind;
+    descriptor.buffer.allocationId = allocation;
     DropRequest request;
-    EXPECT_TRUE(drops.take(kind, allocation, &descriptor, &request));
+    EXPECT_TRUE(drops.take(&descriptor, &request));
     mover.push(descriptor);
     mover.ring();
     return request;
@@ -264,9 +266,9 @@ TEST(ImportDrops, SlotsAreTakenAgainOnlyOnceAnsweredAndFlagsOnlyGrow) {
   for (std::uint32_t i = 0; i < kDropSlots; ++i) {
     stuck.push_back(drops.ask(OpKind::Drop, pending.toId));
   }
-  OpDescriptor descriptor;
+  OpDescriptor descriptor{};
   DropRequest none;
-  EXPECT_FALSE(drops.drops.take(OpKind::Drop, 1, &descriptor, &none)) << "all slots wait";
+  EXPECT_FALSE(drops.drops.take(&descriptor, &none)) << "all slots wait";
   EXPECT_EQ(none.sequence, 0u);
   const Ticket sent = pending.send(two, 0);
   for (const DropRequest& request : stuck) EXPECT_EQ(drops.await(request), Answer::Done);

@@ -89,7 +89,8 @@ class Gate {
 };
 
 /// Device memory of the kind that the environment's E2E_MEMORY names: "device" (cuMemAlloc; also if it
-/// is not set), "managed", "pool" or "mapped" (one address range of many physical pieces).
+/// is not set), "managed", "pool", "mapped" (one address range of many physical pieces) or "unexportable"
+/// (the same of pieces that no other process can map).
 class DeviceMemory {
  public:
   explicit DeviceMemory(std::size_t bytes);

@@ -1,5 +1,7 @@
 // The kinds of device memory of a Buffer.
 
+#include <dlfcn.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -28,12 +30,15 @@ DeviceMemory::DeviceMemory(std::size_t bytes) {
     CUstream stream = newStream();
     REQUIRE_CU(cuda().memAllocAsync(&address_, bytes, stream));
     awaitStream(stream, "an allocation");
-  } else if (kind() == "mapped") {
+  } else if (kind() == "mapped" || kind() == "unexportable") {
     mapped_ = (bytes + kPiece - 1) / kPiece * kPiece;
     REQUIRE_CU(cuda().memAddressReserve(&address_, mapped_, 0, 0, 0));
     CUmemAllocationProp properties{};
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
+    if (kind() == "mapped") {
+      properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    }
     for (std::size_t at = 0; at < mapped_; at += kPiece) {
       REQUIRE_CU(cuda().memCreate(&pieces_.emplace_back(), kPiece, &properties, 0));
       REQUIRE_CU(cuda().memMap(address_ + at, kPiece, 0, pieces_.back(), 0));
@@ -53,7 +58,10 @@ DeviceMemory::~DeviceMemory() {
     cuda().memFree(address_);
     return;
   }
-  cuda().memUnmap(address_, mapped_);
+  // As the program's linker finds it: the preloaded library has to hear of it.
+  void* const linked = ::dlsym(RTLD_DEFAULT, "cuMemUnmap");
+  auto* const unmap = linked ? reinterpret_cast<decltype(&::cuMemUnmap)>(linked) : cuda().memUnmap;
+  unmap(address_, mapped_);
   for (CUmemGenericAllocationHandle piece : pieces_) cuda().memRelease(piece);
   cuda().memAddressFree(address_, mapped_);
 }

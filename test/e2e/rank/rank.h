@@ -64,6 +64,6 @@ struct Scenario {
 extern const std::vector<Scenario> kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
-    kAbortStormScenarios, kHostMemoryScenarios, kGrowScenarios, kSoakScenarios;
+    kAbortStormScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios;
 
 }  // namespace e2e

@@ -1,5 +1,6 @@
 // What the application thread does inside a warm steered call.
 
+#include <string>
 #include <thread>
 
 #include "test/e2e/rank/call_watch.h"
@@ -8,17 +9,17 @@
 namespace e2e {
 namespace {
 
-constexpr std::size_t kBytes = 200003;
+constexpr std::size_t kFewBytes = 200003;
 constexpr std::uint64_t kWarm = 40, kWatched = 200;
 
-/// Sends and receives, single and in groups; only the calls themselves are watched. Destroys
-/// `control`.
-void loop(const Rank& rank, ncclComm_t comm, ncclComm_t control, bool watched) {
+/// Sends and receives of `bytes`, single and in groups; only the calls themselves are watched.
+/// Destroys `control`.
+void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t control, bool watched) {
   useDevice();
   const bool systemCalls = watched && CallWatch::watchSystemCalls();
   CUstream stream = newStream(), second = newStream();
   const int peer = 1 - rank.rank;
-  Buffer out(kBytes, 1), in(kBytes, 3);
+  Buffer out(bytes, 1), in(bytes, 3);
   CallWatch::Counts sum;
   for (std::uint64_t n = 0; n < kWarm + kWatched; ++n) {
     const bool grouped = n % 2 == 0;
@@ -31,11 +32,11 @@ void loop(const Rank& rank, ncclComm_t comm, ncclComm_t control, bool watched) {
     if (grouped) results[0] = nccl().ncclGroupStart();
     // Where there is no group one side sends first, the other receives first.
     if (rank.rank == 0) {
-      results[1] = nccl().ncclSend(out.data(), kBytes, ncclUint8, peer, comm, stream);
+      results[1] = nccl().ncclSend(out.data(), bytes, ncclUint8, peer, comm, stream);
     }
-    results[2] = nccl().ncclRecv(in.data(), kBytes, ncclUint8, peer, comm, second);
+    results[2] = nccl().ncclRecv(in.data(), bytes, ncclUint8, peer, comm, second);
     if (rank.rank == 1) {
-      results[1] = nccl().ncclSend(out.data(), kBytes, ncclUint8, peer, comm, stream);
+      results[1] = nccl().ncclSend(out.data(), bytes, ncclUint8, peer, comm, stream);
     }
     if (grouped) results[3] = nccl().ncclGroupEnd();
     const CallWatch::Counts counts = CallWatch::stop();
@@ -74,17 +75,18 @@ void loop(const Rank& rank, ncclComm_t comm, ncclComm_t control, bool watched) {
 void launchPath(const Rank& rank) {
   ncclComm_t comm = rank.communicator("busy"), awake = rank.communicator("awake");
   ncclComm_t control = rank.communicator("control");
+  const std::size_t bytes = std::stoul(rank.argument("bytes", std::to_string(kFewBytes)));
   CUstream stream = newStream();
-  Buffer buffer(kBytes, 1);
+  Buffer buffer(kFewBytes, 1);
   buffer.poison(stream);
   buffer.fill(seedOf(rank.rank, 0, 9), stream);
   if (rank.rank == 0) {
-    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 1, awake, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kFewBytes, ncclUint8, 1, awake, stream));
   }
   // In a thread of its own, since watching its system calls cannot be ended.
-  std::thread([&] { loop(rank, comm, control, rank.rank == 0); }).join();
+  std::thread([&] { loop(rank, bytes, comm, control, rank.rank == 0); }).join();
   if (rank.rank == 1) {
-    REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 0, awake, stream));
+    REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kFewBytes, ncclUint8, 0, awake, stream));
   }
   buffer.fetch(stream);
   awaitStream(stream, "the receive that kept the mover awake");

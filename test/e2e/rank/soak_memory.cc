@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 
 namespace e2e::soak {
@@ -119,19 +120,27 @@ Page Pages::take(std::size_t bytes) {
 
 void Cells::make(Allocation& allocation, std::size_t cells, std::size_t extra) {
   static auto* const allocate = linked<CUresult(CUdeviceptr*, std::size_t)>("cuMemAlloc_v2");
-  REQUIRE_CU(allocate(&allocation.address, cells * kBytes + extra));
+  const char* const kind = std::getenv("E2E_MEMORY");
+  if (kind && std::strcmp(kind, "mapped") == 0) {
+    allocation.segments = std::make_unique<DeviceMemory>(cells * kBytes + extra);
+    allocation.address = allocation.segments->address();
+  } else {
+    REQUIRE_CU(allocate(&allocation.address, cells * kBytes + extra));
+  }
   allocation.cells.assign(cells, {});
   for (std::size_t i = 0; i < cells; ++i) {
     allocation.cells[i].address = allocation.address + i * kBytes;
   }
 }
 
-namespace {
-void release(CUdeviceptr address) {
+void Cells::release(Allocation& allocation) {
   static auto* const free = linked<CUresult(CUdeviceptr)>("cuMemFree_v2");
-  REQUIRE_CU(free(address));
+  if (allocation.segments) {
+    allocation.segments.reset();
+  } else {
+    REQUIRE_CU(free(allocation.address));
+  }
 }
-}  // namespace
 
 Cells::Cells(Random& random) {
   for (std::size_t cells = 0; cells < kCellsAtLeast;) {
@@ -141,7 +150,7 @@ Cells::Cells(Random& random) {
 }
 
 Cells::~Cells() {
-  for (const Allocation& allocation : allocations_) release(allocation.address);
+  for (Allocation& allocation : allocations_) release(allocation);
 }
 
 Cell& Cells::take(std::uint64_t group, Random& random) {
@@ -157,7 +166,7 @@ Cell& Cells::take(std::uint64_t group, Random& random) {
 void Cells::replaceOne(Random& random) {
   Allocation& allocation = allocations_[random.below(allocations_.size())];
   const std::size_t cells = allocation.cells.size();
-  release(allocation.address);
+  release(allocation);
   // Another size now and then, so that another address comes back.
   make(allocation, cells, random.below(3) * kBytes);
   ++replaced_;

@@ -65,9 +65,11 @@ class Cells {
  private:
   struct Allocation {
     CUdeviceptr address = 0;
+    std::unique_ptr<DeviceMemory> segments;  ///< of E2E_MEMORY=mapped
     std::vector<Cell> cells;
   };
   static void make(Allocation& allocation, std::size_t cells, std::size_t extra);
+  static void release(Allocation& allocation);
   std::vector<Allocation> allocations_;
   std::uint64_t replaced_ = 0;
 };

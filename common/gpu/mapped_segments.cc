@@ -1,0 +1,44 @@
+#include "common/gpu/mapped_segments.h"
+
+#include <fmt/format.h>
+
+namespace hoccl {
+
+Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,
+                  std::vector<MappedSegment>* out) {
+  out->clear();
+  for (CUdeviceptr at = address; at < address + bytes; at = out->back().end()) {
+    MappedSegment segment;
+    std::size_t size = 0;
+    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+                                   CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_BUFFER_ID};
+    void* values[] = {&segment.base, &size, &segment.id};
+    const CUresult result = driver->cuPointerGetAttributes(3, names, values, at);
+    segment.bytes = size;
+    const bool neighbour = out->empty() ? segment.base <= at : segment.base == at;
+    if (result != CUDA_SUCCESS || segment.id == 0 || !neighbour || segment.end() <= at) {
+      return Status::error(
+          Code::InvalidArgument,
+          fmt::format("{} bytes at {:#x} reach beyond what is mapped there: nothing "
+                      "is at {:#x}",
+                      bytes, address, at));
+    }
+    out->push_back(segment);
+  }
+  return {};
+}
+
+Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out) {
+  CUmemGenericAllocationHandle handle = 0;
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+      driver, cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(segment.base))));
+  int fd = -1;
+  const Status exported = HOCCL_CU(
+      driver,
+      cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  (void)driver->cuMemRelease(handle);
+  if (exported) out->reset(fd);
+  return exported;
+}
+
+}  // namespace hoccl

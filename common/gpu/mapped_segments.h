@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/base/fd.h"
+#include "common/gpu/driver.h"
+
+namespace hoccl {
+
+/// One mapping of virtual memory management (cuMemMap). A buffer may reach over many that lie side
+/// by side: PyTorch's expandable_segments map 20 MiB at a time.
+struct MappedSegment {
+  CUdeviceptr base = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t id = 0;  ///< CU_POINTER_ATTRIBUTE_BUFFER_ID, another one for each mapping
+
+  [[nodiscard]] CUdeviceptr end() const { return base + bytes; }
+  friend bool operator==(const MappedSegment&, const MappedSegment&) = default;
+};
+
+/// The segments that the buffer lies in, in the order of their addresses. InvalidArgument where it
+/// reaches beyond what is mapped. Inside an NCCL call; three attributes for each segment.
+Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,
+                  std::vector<MappedSegment>* out);
+
+/// A descriptor by which another process can map the segment. Error: its memory was not created so
+/// that it can be exported. No call that waits for the device.
+Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out);
+
+}  // namespace hoccl

@@ -1,0 +1,127 @@
+#include "common/runtime/span_mapper.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace hoccl {
+namespace {
+
+/// A sum that a hostile length cannot make small.
+bool fits(const AddSpan& message) {
+  std::uint64_t room = message.bytes - std::min(message.bytes, message.done);
+  for (std::size_t i = 0; i < message.pieces; ++i) {
+    if (message.pieceBytes[i] == 0 || message.pieceBytes[i] > room) return false;
+    room -= message.pieceBytes[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+Status SpanMapper::begin(const AddSpan& message, Span* span) {
+  CUdeviceptr address = 0;
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemAddressReserve(&address, message.bytes, 0, 0, 0))
+                            .inContext(fmt::format("no {} bytes of addresses", message.bytes)));
+  span->address = address;
+  span->bytes = message.bytes;
+  return {};
+}
+
+Status SpanMapper::map(Span* span, int segment, std::uint64_t bytes) {
+  CUmemGenericAllocationHandle handle = 0;
+  // The descriptor goes as the pointer itself, as the driver has it.
+  void* const descriptor = reinterpret_cast<void*>(static_cast<std::intptr_t>(segment));
+  HOCCL_RETURN_IF_ERROR(
+      HOCCL_CU(driver_, cuMemImportFromShareableHandle(&handle, descriptor,
+                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  const Status mapped =
+      HOCCL_CU(driver_, cuMemMap(span->address + span->mapped, bytes, 0, handle, 0));
+  (void)driver_->cuMemRelease(handle);
+  if (!mapped) return mapped;
+  span->pieces.push_back(bytes);
+  span->mapped += bytes;
+  return {};
+}
+
+Status SpanMapper::allowAccess(const Span& span) {
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  CUdevice device = 0;
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuCtxGetDevice(&device)));
+  access.location.id = device;
+  return HOCCL_CU(driver_, cuMemSetAccess(span.address, span.bytes, &access, 1));
+}
+
+Status SpanMapper::undo(const Span& span) {
+  Status first;
+  CUdeviceptr at = span.address;
+  for (const std::uint64_t bytes : span.pieces) {
+    Status status = HOCCL_CU(driver_, cuMemUnmap(at, bytes));
+    if (!status && first) first = std::move(status);
+    at += bytes;
+  }
+  Status status = HOCCL_CU(driver_, cuMemAddressFree(span.address, span.bytes));
+  return first ? status : first;
+}
+
+Status SpanMapper::add(const AddSpan& message, const std::vector<UniqueFd>& segments, bool* whole,
+                       CUdeviceptr* address, std::uint32_t* refused) {
+  *refused = static_cast<std::uint32_t>(message.pieces);
+  // What an application that gave up half-way has left.
+  if (building_ != 0 && (building_ != message.id || message.pieces == 0)) {
+    HOCCL_RETURN_IF_ERROR(unmap(building_));
+  }
+  if (message.pieces == 0) return {};
+  const auto known = spans_.find(message.id);
+  const std::uint64_t mapped = known == spans_.end() ? 0 : known->second.mapped;
+  const bool goesOn = known == spans_.end()
+                          ? message.done == 0
+                          : building_ == message.id && message.bytes == known->second.bytes;
+  if (message.pieces > kSpanPieces || segments.size() != message.pieces || !goesOn ||
+      message.done != mapped || !fits(message)) {
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format(
+            "span {:#x} of {} bytes: {} segments with {} descriptors behind {} bytes make no "
+            "sense",
+            message.id, message.bytes, message.pieces, segments.size(), message.done));
+  }
+  Span& span = spans_[message.id];
+  building_ = message.id;
+  Status status = known == spans_.end() ? begin(message, &span) : Status();
+  if (!status) {
+    spans_.erase(message.id);
+    building_ = 0;
+    return status;
+  }
+  for (std::uint32_t i = 0; status && i < message.pieces; ++i) {
+    status = map(&span, segments[i].get(), message.pieceBytes[i]);
+    if (!status) *refused = i;
+  }
+  *whole = status && span.mapped == span.bytes;
+  if (*whole) status = allowAccess(span);
+  if (!status) {
+    *whole = false;
+    (void)unmap(message.id);
+    return status.inContext(
+        fmt::format("the mover cannot map the application's memory at {:#x} ({} "
+                    "bytes)",
+                    message.base, message.bytes));
+  }
+  if (*whole) building_ = 0;
+  *address = span.address;
+  return {};
+}
+
+Status SpanMapper::unmap(std::uint64_t id) {
+  const auto position = spans_.find(id);
+  if (position == spans_.end()) return {};
+  const Span span = std::move(position->second);
+  spans_.erase(position);
+  if (building_ == id) building_ = 0;
+  return undo(span);
+}
+
+}  // namespace hoccl

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "common/base/fd.h"
+#include "common/base/status.h"
+#include "common/gpu/driver.h"
+#include "common/runtime/mover_protocol.h"
+
+namespace hoccl {
+
+/// The mover's mappings of spans (BufferKind::Span), on the control thread. A span has an address
+/// range of its own, in which its segments lie side by side; a segment that lies in several spans
+/// is mapped as often, its memory is one. Mappings keep the memory, so no handle or descriptor
+/// stays. What is mapped at its end goes with the process.
+class SpanMapper {
+ public:
+  explicit SpanMapper(const Driver* driver) : driver_(driver) {}
+
+  /// Takes a message's segments. `whole`: the span is complete and mapped at `address`. On failure
+  /// nothing of the span is left, and `refused` is the segment of the message that could not be
+  /// mapped, or the number of its segments if it was none of them.
+  Status add(const AddSpan& message, const std::vector<UniqueFd>& segments, bool* whole,
+             CUdeviceptr* address, std::uint32_t* refused);
+  /// Error: what could not be undone; the rest has been.
+  Status unmap(std::uint64_t id);
+
+ private:
+  struct Span {
+    CUdeviceptr address = 0;
+    std::uint64_t bytes = 0;
+    std::uint64_t mapped = 0;
+    std::vector<std::uint64_t> pieces;  ///< bytes of each
+  };
+  Status begin(const AddSpan& message, Span* span);
+  Status map(Span* span, int segment, std::uint64_t bytes);
+  Status allowAccess(const Span& span);
+  Status undo(const Span& span);
+
+  const Driver* driver_;
+  std::map<std::uint64_t, Span> spans_;  ///< by id
+  std::uint64_t building_ = 0;           ///< the one whose last segments are still to come; 0: none
+};
+
+}  // namespace hoccl

@@ -1,0 +1,230 @@
+// The mover's mappings of spans, on a driver that keeps count: side by side, whole or not at all.
+
+#include "common/runtime/span_mapper.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "common/runtime/span_slot.h"
+
+namespace hoccl {
+namespace {
+
+constexpr std::uint64_t kPiece = 2 << 20;
+constexpr CUdeviceptr kFirstAddress = 0x100000000;
+
+/// What the driver has: reserved ranges, mappings, and handles that were not released.
+struct Device {
+  std::map<CUdeviceptr, std::size_t> reserved, mapped, accessible;
+  int handles = 0;
+  CUdeviceptr next = kFirstAddress;
+  int failImportAt = -1, failMapAt = -1;  ///< the how manieth, from 0
+  bool failReserve = false, failAccess = false;
+  int imports = 0, maps = 0;
+};
+Device device;
+
+const Driver* driver() {
+  static const Driver table = [] {
+    Driver d;
+    d.cuGetErrorName = [](CUresult, const char** text) {
+      *text = "CUDA_ERROR_FAKE";
+      return CUDA_SUCCESS;
+    };
+    d.cuGetErrorString = [](CUresult, const char** text) {
+      *text = "told to fail";
+      return CUDA_SUCCESS;
+    };
+    d.cuCtxGetDevice = [](CUdevice* out) {
+      *out = 3;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemAddressReserve = [](CUdeviceptr* out, size_t bytes, size_t, CUdeviceptr,
+                               unsigned long long) {
+      if (device.failReserve) return CUDA_ERROR_OUT_OF_MEMORY;
+      *out = device.next;
+      device.reserved[*out] = bytes;
+      device.next += 2 * bytes;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemAddressFree = [](CUdeviceptr address, size_t bytes) {
+      const auto found = device.reserved.find(address);
+      if (found == device.reserved.end() || found->second != bytes) return CUDA_ERROR_INVALID_VALUE;
+      device.reserved.erase(found);
+      return CUDA_SUCCESS;
+    };
+    d.cuMemImportFromShareableHandle = [](CUmemGenericAllocationHandle* out, void*,
+                                          CUmemAllocationHandleType) {
+      if (device.imports++ == device.failImportAt) return CUDA_ERROR_MAP_FAILED;
+      *out = 77;
+      ++device.handles;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemRelease = [](CUmemGenericAllocationHandle) {
+      --device.handles;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemMap = [](CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle,
+                    unsigned long long) {
+      if (device.maps++ == device.failMapAt || offset != 0) return CUDA_ERROR_INVALID_VALUE;
+      device.mapped[address] = bytes;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemUnmap = [](CUdeviceptr address, size_t bytes) {
+      const auto found = device.mapped.find(address);
+      if (found == device.mapped.end() || found->second != bytes) return CUDA_ERROR_INVALID_VALUE;
+      device.mapped.erase(found);
+      return CUDA_SUCCESS;
+    };
+    d.cuMemSetAccess = [](CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access,
+                          size_t count) {
+      const bool wanted = count == 1 && access->location.id == 3 &&
+                          access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      if (device.failAccess || !wanted) return CUDA_ERROR_INVALID_VALUE;
+      device.accessible[address] = bytes;
+      return CUDA_SUCCESS;
+    };
+    return d;
+  }();
+  return &table;
+}
+
+class SpanMapperTest : public ::testing::Test {
+ protected:
+  SpanMapperTest() { device = {}; }
+
+  /// A message of `pieces` segments that grow by a piece each.
+  static AddSpan message(std::uint64_t id, std::uint64_t bytes, std::uint64_t done,
+                         std::uint64_t pieces) {
+    AddSpan made{};
+    made.magic = kMoverMagic;
+    made.id = id;
+    made.base = 0x7f0000000000;
+    made.bytes = bytes;
+    made.done = done;
+    made.pieces = pieces;
+    for (std::uint64_t i = 0; i < pieces && i < kSpanPieces; ++i) made.pieceBytes[i] = kPiece;
+    return made;
+  }
+  Status add(const AddSpan& message, std::size_t descriptors) {
+    std::vector<UniqueFd> fds;
+    for (std::size_t i = 0; i < descriptors; ++i) {
+      fds.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    }
+    return mapper_.add(message, fds, &whole_, &address_, &refused_);
+  }
+  static void expectNothingLeft() {
+    EXPECT_TRUE(device.reserved.empty());
+    EXPECT_TRUE(device.mapped.empty());
+    EXPECT_EQ(device.handles, 0);
+  }
+
+  SpanMapper mapper_{driver()};
+  bool whole_ = false;
+  CUdeviceptr address_ = 0;
+  std::uint32_t refused_ = 0;
+};
+
+const std::uint64_t kSpan = spanId(1, 1), kOther = spanId(2, 1);
+
+TEST_F(SpanMapperTest, SegmentsLieSideBySide) {
+  ASSERT_TRUE(add(message(kSpan, 3 * kPiece, 0, 3), 3));
+  EXPECT_TRUE(whole_);
+  EXPECT_EQ(address_, kFirstAddress);
+  EXPECT_EQ(device.mapped.size(), 3u);
+  for (std::uint64_t i = 0; i < 3; ++i) EXPECT_EQ(device.mapped[address_ + i * kPiece], kPiece);
+  EXPECT_EQ(device.accessible[address_], 3 * kPiece);
+  EXPECT_EQ(device.handles, 0) << "the mappings keep the memory";
+  ASSERT_TRUE(mapper_.unmap(kSpan));
+  expectNothingLeft();
+  EXPECT_TRUE(mapper_.unmap(kSpan)) << "nothing of it is there";
+}
+
+TEST_F(SpanMapperTest, ManySegmentsComeInSeveralMessages) {
+  const std::uint64_t bytes = (kSpanPieces + 2) * kPiece;
+  ASSERT_TRUE(add(message(kSpan, bytes, 0, kSpanPieces), kSpanPieces));
+  EXPECT_FALSE(whole_);
+  EXPECT_TRUE(device.accessible.empty());
+  ASSERT_TRUE(add(message(kSpan, bytes, kSpanPieces * kPiece, 2), 2));
+  EXPECT_TRUE(whole_);
+  EXPECT_EQ(device.mapped.size(), kSpanPieces + 2);
+  EXPECT_EQ(device.accessible[address_], bytes);
+}
+
+TEST_F(SpanMapperTest, WhatFailsLeavesNothingAndNamesTheSegment) {
+  struct Case {
+    const char* what;
+    void (*set)();
+    std::uint32_t refused;
+  };
+  for (const Case& c : {Case{"reserve", [] { device.failReserve = true; }, 3},
+                        Case{"import", [] { device.failImportAt = 1; }, 1},
+                        Case{"map", [] { device.failMapAt = 2; }, 2},
+                        Case{"access", [] { device.failAccess = true; }, 3}}) {
+    SCOPED_TRACE(c.what);
+    device = {};
+    c.set();
+    const Status status = add(message(kSpan, 3 * kPiece, 0, 3), 3);
+    EXPECT_FALSE(status);
+    EXPECT_FALSE(whole_);
+    EXPECT_EQ(refused_, c.refused);
+    expectNothingLeft();
+  }
+  device = {};
+  EXPECT_TRUE(add(message(kSpan, 3 * kPiece, 0, 3), 3)) << "the same again";
+  EXPECT_TRUE(whole_);
+}
+
+TEST_F(SpanMapperTest, AFailureInALaterMessageTakesTheEarlierOnesBack) {
+  const std::uint64_t bytes = (kSpanPieces + 2) * kPiece;
+  device.failMapAt = static_cast<int>(kSpanPieces) + 1;
+  ASSERT_TRUE(add(message(kSpan, bytes, 0, kSpanPieces), kSpanPieces));
+  EXPECT_FALSE(add(message(kSpan, bytes, kSpanPieces * kPiece, 2), 2));
+  EXPECT_EQ(refused_, 1u);
+  expectNothingLeft();
+}
+
+TEST_F(SpanMapperTest, AHalfThatIsNotGoneOnWithIsTakenBack) {
+  const std::uint64_t bytes = (kSpanPieces + 2) * kPiece;
+  ASSERT_TRUE(add(message(kSpan, bytes, 0, kSpanPieces), kSpanPieces));
+  ASSERT_TRUE(add(message(kSpan, bytes, kSpanPieces * kPiece, 0), 0));  // said so
+  expectNothingLeft();
+  ASSERT_TRUE(add(message(kSpan, bytes, 0, kSpanPieces), kSpanPieces));
+  ASSERT_TRUE(add(message(kOther, kPiece, 0, 1), 1));  // or another one comes
+  EXPECT_TRUE(whole_);
+  EXPECT_EQ(device.mapped.size(), 1u);
+  ASSERT_TRUE(mapper_.unmap(kOther));
+  expectNothingLeft();
+}
+
+TEST_F(SpanMapperTest, MessagesThatMakeNoSenseChangeNothing) {
+  ASSERT_TRUE(add(message(kOther, kPiece, 0, 1), 1));
+  AddSpan tooMuch = message(kSpan, 3 * kPiece, 0, 3);
+  tooMuch.pieceBytes[1] = ~0ull - kPiece;
+  AddSpan empty = message(kSpan, 3 * kPiece, 0, 3);
+  empty.pieceBytes[2] = 0;
+  struct Case {
+    const char* what;
+    AddSpan message;
+    std::size_t descriptors;
+  };
+  for (const Case& c : {Case{"fewer descriptors", message(kSpan, 3 * kPiece, 0, 3), 2},
+                        Case{"more segments than bytes", message(kSpan, 2 * kPiece, 0, 3), 3},
+                        Case{"begins in the middle", message(kSpan, 3 * kPiece, kPiece, 2), 2},
+                        Case{"more segments than fit", message(kSpan, 99 * kPiece, 0, 33), 33},
+                        Case{"a sum that wraps", tooMuch, 3}, Case{"an empty segment", empty, 3},
+                        Case{"one that is there", message(kOther, kPiece, 0, 1), 1}}) {
+    const Status status = add(c.message, c.descriptors);
+    EXPECT_EQ(status.code(), Code::InvalidArgument) << c.what;
+    EXPECT_NE(status.message().find("make no sense"), std::string::npos) << status.message();
+    EXPECT_EQ(device.mapped.size(), 1u) << c.what;
+    EXPECT_EQ(device.reserved.size(), 1u) << c.what;
+  }
+}
+
+}  // namespace
+}  // namespace hoccl
