@@ -155,6 +155,10 @@ Status SteeredCall::exportTo(const void* buffer, std::uint64_t bytes, Buffer* ou
   ExportedBuffer exported;
   HOCCL_RETURN_IF_ERROR(exportBuffer(driver_, comm_->context, buffer, bytes, &exported));
   if (exported.segments) {
+    if (ProcessCore::get().config().spans == "off") {
+      return Status::error(Code::Unsupported,
+                           "the buffer is memory of cuMemCreate, and HOCCL_SPANS is off");
+    }
     HOCCL_RETURN_IF_ERROR(comm_->mover->spans().take(reinterpret_cast<CUdeviceptr>(buffer), bytes,
                                                      exported.allocationId, &out->ref, &out->span));
     *std::find(pinned_.begin(), pinned_.end(), nullptr) = out->span;

@@ -149,6 +149,7 @@ void Job::spawn(int rank) {
   environment["HOCCL_SPIN_US"] = "2";
   // The ranks find the driver as a framework does, so that nothing tells whose frees are seen.
   environment["HOCCL_APP_COPIES"] = "unexportable";
+  environment["HOCCL_SPANS"] = "on";
   // The same tests over another transport: E2E_TRANSPORT=tcp ctest -L e2e
   if (const char* transport = std::getenv("E2E_TRANSPORT")) {
     environment["HOCCL_TRANSPORT"] = transport;

@@ -24,6 +24,7 @@ CASES = [
 ]
 LIMIT_S, KIND_LIMIT_S, ROUNDS_LIMIT_S = 30, 12, 120
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+ENV = {"HOCCL_SPANS": "on"}
 
 
 @contextlib.contextmanager
@@ -97,12 +98,12 @@ def _static_run_time(context):
 def run(context):
     _static_run_time(context)
     context.server()
-    common.run_cases(context, "cases_memory", [("allocate_operate_free", ROUNDS_LIMIT_S)])
-    common.run_cases(context, "cases_memory", [(name, LIMIT_S) for name in CASES])
+    common.run_cases(context, "cases_memory", [("allocate_operate_free", ROUNDS_LIMIT_S)], env=ENV)
+    common.run_cases(context, "cases_memory", [(name, LIMIT_S) for name in CASES], env=ENV)
     # Ranks of their own for each kind: one that fails does not stand in another's way.
     for kind in KINDS:
-        common.run_cases(context, "cases_memory", [(f"{kind}_memory", KIND_LIMIT_S)])
-    common.run_cases(context, "cases_memory", [("mixed_kinds", KIND_LIMIT_S)])
+        common.run_cases(context, "cases_memory", [(f"{kind}_memory", KIND_LIMIT_S)], env=ENV)
+    common.run_cases(context, "cases_memory", [("mixed_kinds", KIND_LIMIT_S)], env=ENV)
     for name, value, case in ALLOCATORS:
         with _ranks_with(context, name, value) as inner:
-            common.run_cases(inner, "cases_memory", [(case, LIMIT_S)], prefix=name + "_")
+            common.run_cases(inner, "cases_memory", [(case, LIMIT_S)], prefix=name + "_", env=ENV)
