@@ -450,10 +450,20 @@ TEST_P(TcpBundleTest, TransfersArriveWhole) {
 }
 
 TEST_P(TcpBundleTest, ManySmallTransfersFillTheRingAndAllArrive) {
-  constexpr std::size_t kEach = 3000, kCount = 5000;
+  static constexpr std::size_t kEach = 3000, kCount = 5000;
   BundleOptions options;
   options.threads = 2;
-  Landing atA(1), atB(kEach);
+  /// Two threads receive at once, each into a place of its own.
+  struct Counting final : FrameSink {
+    std::byte* place(const FrameHeader& header, Status*) override {
+      thread_local std::vector<std::byte> memory(kEach);
+      EXPECT_EQ(header.bytes, kEach);
+      return memory.data();
+    }
+    void arrived(const FrameHeader& header) override { bytes.fetch_add(header.bytes); }
+    std::atomic<std::uint64_t> bytes{0};
+  } atB;
+  Landing atA(1);
   Ends ends = join(&atA, &atB, options);
   ASSERT_TRUE(ends.a && ends.b);
   std::vector<std::byte> data(kEach, std::byte{5});

@@ -22,8 +22,8 @@
 namespace hoccl {
 
 struct BundleOptions {
-  unsigned threads = 1;           ///< worker threads of this side
-  unsigned socketsPerThread = 2;  ///< data sockets = threads * socketsPerThread, as connecting side
+  unsigned threads = 2;           ///< worker threads of this side
+  unsigned socketsPerThread = 1;  ///< data sockets = threads * socketsPerThread, as connecting side
   std::uint64_t pieceBytes = 1 << 20;  ///< largest payload of one frame of a transfer
   std::uint64_t spinUs = 200;      ///< how long a worker without work looks for some, awake
   std::uint64_t timeoutMs = 5000;  ///< set-up; a host that does not answer is gone after so long
