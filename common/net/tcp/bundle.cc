@@ -196,11 +196,14 @@ Status setOption(int fd, int level, int option, int value, const char* name) {
 
 }  // namespace
 
+unsigned BundleOptions::usualSockets() {
+  return std::thread::hardware_concurrency() >= kManyCpus ? 2 : 1;
+}
+
 Status BundleOptions::fromEnvironment(const Config& config, BundleOptions* out) {
   BundleOptions options;
   options.timeoutMs = config.timeoutMs;
   options.spinUs = config.spinUs;
-  if (std::thread::hardware_concurrency() >= kManyCpus) options.threads = 2;
   std::uint64_t threads = config.socketThreads, sockets = config.socketsPerThread;
   if (threads == 0) threads = ncclNumber("NCCL_SOCKET_NTHREADS", kMaxThreads, options.threads);
   if (sockets == 0) {

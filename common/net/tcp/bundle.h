@@ -23,7 +23,8 @@ namespace hoccl {
 
 struct BundleOptions {
   unsigned threads = 2;           ///< worker threads of this side
-  unsigned socketsPerThread = 1;  ///< data sockets = threads * socketsPerThread, as connecting side
+  /// Data sockets = threads * socketsPerThread, as connecting side.
+  unsigned socketsPerThread = usualSockets();
   std::uint64_t pieceBytes = 1 << 20;  ///< largest payload of one frame of a transfer
   std::uint64_t spinUs = 200;      ///< how long a worker without work looks for some, awake
   std::uint64_t timeoutMs = 5000;  ///< set-up; a host that does not answer is gone after so long
@@ -34,8 +35,10 @@ struct BundleOptions {
 
   static constexpr unsigned kMaxSockets = 64;  ///< data sockets of one bundle
   static constexpr std::uint64_t kMaxPieceBytes = 64 << 20;
-  /// HOCCL_SOCKET_NTHREADS and HOCCL_NSOCKS_PERTHREAD, else NCCL's, else two threads of two sockets
-  /// on a host with at least eight CPUs and one thread on others; HOCCL_SPIN_US, HOCCL_TIMEOUT_MS.
+  /// 2 on a host with at least eight CPUs, else 1.
+  static unsigned usualSockets();
+  /// HOCCL_SOCKET_NTHREADS and HOCCL_NSOCKS_PERTHREAD, else NCCL's, else the defaults;
+  /// HOCCL_SPIN_US, HOCCL_TIMEOUT_MS.
   static Status fromEnvironment(const Config& config, BundleOptions* out);
 };
 
