@@ -22,16 +22,16 @@
 namespace hoccl {
 
 struct BundleOptions {
-  unsigned threads = 2;           ///< worker threads of this side
+  unsigned threads = 2;  ///< worker threads of this side
   /// Data sockets = threads * socketsPerThread, as connecting side.
   unsigned socketsPerThread = usualSockets();
   std::uint64_t pieceBytes = 1 << 20;  ///< largest payload of one frame of a transfer
-  std::uint64_t spinUs = 200;      ///< how long a worker without work looks for some, awake
+  std::uint64_t spinUs = 200;          ///< how long a worker without work looks for some, awake
   std::uint64_t timeoutMs = 5000;  ///< set-up; a host that does not answer is gone after so long
-  /// Connecting: a listener that lives and has not accepted yet is waited for without a bound (NCCL's
-  /// proxy may come late); `timeoutMs` then bounds the way there only.
+  /// Connecting: a listener that lives and has not accepted yet is waited for without a bound
+  /// (NCCL's proxy may come late); `timeoutMs` then bounds the way there only.
   bool waitForAccept = false;
-  std::string name = "hoccl";      ///< of the threads and in messages
+  std::string name = "hoccl";  ///< of the threads and in messages
 
   static constexpr unsigned kMaxSockets = 64;  ///< data sockets of one bundle
   static constexpr std::uint64_t kMaxPieceBytes = 64 << 20;
