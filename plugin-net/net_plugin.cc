@@ -47,6 +47,7 @@ struct Process {
   std::mutex mutex;  // never held while a connection closes, nor on the data path
   std::vector<std::unique_ptr<const DeviceList>> lists;  // all there have been: names are kept
   BundleOptions options;
+  std::uint64_t inlineBytes = 0;
   std::vector<std::unique_ptr<Context>> contexts;
   std::vector<Attempt> attempts;
   struct OpenListener {
@@ -136,6 +137,7 @@ Status findDevices(int abiVersion, Process& all) {
   options.name = "hoccl-net";
   options.waitForAccept = true;
   all.options = options;
+  all.inlineBytes = config.netInlineBytes;
   // While something is open, devices stay what they are.
   const bool inUse = !all.listeners.empty() || !all.connections.empty();
   if (!all.lists.empty() && (inUse || sameInterfaces(*all.lists.back(), interfaces))) return {};
@@ -287,7 +289,9 @@ Status connect(Context* context, int device, const void* handle, SendConnection*
     made.context = context;
     made.device = device;
     std::memcpy(made.handle.data(), handle, made.handle.size());
-    if (Status status = Connecting::begin(*from, handle, all.options, &made.connecting); !status) {
+    if (Status status =
+            Connecting::begin(*from, handle, all.options, all.inlineBytes, &made.connecting);
+        !status) {
       return status;
     }
     attempt = &all.attempts.emplace_back(std::move(made));

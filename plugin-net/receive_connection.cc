@@ -285,6 +285,9 @@ Status ReceiveEnd::heardAnnounce(const Control& control) {
 }
 
 std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  if (header.kind == static_cast<std::uint16_t>(Kind::Data)) {
+    return end_.dataSink_.place(header, bad);  // of a message that is not worth another thread
+  }
   *bad = end_.begin(header);
   if (!*bad) return nullptr;
   return end_.comingSlot_ != nullptr ? end_.comingSlot_->data : end_.comingEarly_->payload.data();
@@ -301,6 +304,8 @@ void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
     case Kind::Announce:
       end.heardBad_ = end.heardAnnounce(controlOf(header));
       return;
+    case Kind::Data:
+      return end.dataSink_.arrived(header);
     default:
       end.heardBad_ = Status::error(
           Code::Remote, fmt::format("a sending end sent a message of kind {}", header.kind));

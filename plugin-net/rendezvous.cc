@@ -44,10 +44,11 @@ Status Listener::accept(std::unique_ptr<ReceiveEnd>* out) {
 }
 
 Status Connecting::begin(const Device& device, const void* handle, const BundleOptions& options,
-                         std::unique_ptr<Connecting>* out) {
+                         std::uint64_t inlineBytes, std::unique_ptr<Connecting>* out) {
   ListenerAddress to;
   if (Status status = unpackHandle(handle, &to); !status) return status;
   auto connecting = std::make_unique<Connecting>();
+  connecting->inlineBytes_ = inlineBytes;
   const Status status = connectBundle(to.address, to.nonce, device.interface.address, makeHello(),
                                       options, &connecting->setup_);
   if (!status) {
@@ -66,7 +67,7 @@ Status Connecting::advance(std::unique_ptr<SendEnd>* out) {
   if (Status status = checkHello(setup_->hello()); !status) {
     return status.inContext(fmt::format("to {}", setup_->peerText()));
   }
-  auto end = std::make_unique<SendEnd>(describe(setup_->hello(), setup_->peerText()));
+  auto end = std::make_unique<SendEnd>(describe(setup_->hello(), setup_->peerText()), inlineBytes_);
   std::unique_ptr<Bundle> bundle;
   if (Status status = setup_->take(&end->dataSink(), &bundle); !status) {
     return status.inContext(fmt::format("to {}", setup_->peerText()));

@@ -29,12 +29,13 @@ class Listener {
 class Connecting {
  public:
   static Status begin(const Device& device, const void* handle, const BundleOptions& options,
-                      std::unique_ptr<Connecting>* out);
+                      std::uint64_t inlineBytes, std::unique_ptr<Connecting>* out);
   /// `out` stays null while it is under way.
   Status advance(std::unique_ptr<SendEnd>* out);
 
  private:
   std::unique_ptr<BundleSetup> setup_;
+  std::uint64_t inlineBytes_ = 0;
 };
 
 }  // namespace hoccl::net_plugin

@@ -7,7 +7,8 @@
 
 namespace hoccl::net_plugin {
 
-SendEnd::SendEnd(std::string peer) : end_("sending to", std::move(peer)) {
+SendEnd::SendEnd(std::string peer, std::uint64_t inlineBytes)
+    : inlineBytes_(inlineBytes), end_("sending to", std::move(peer)) {
   free_.reserve(kSendRequests);
   for (std::size_t i = kSendRequests; i-- > 0;) {
     requests_[i].connection = this;
@@ -136,8 +137,14 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
                     request.bytes, request.tag, receive.bytes));
   }
   request.receive = receive;
-  request.stage = Stage::Queueing;
-  tryMove(request);
+  if (request.bytes <= inlineBytes_) {
+    request.stage = Stage::Saying;
+    request.said = 0;
+    sayParts(request);
+  } else {
+    request.stage = Stage::Queueing;
+    tryMove(request);
+  }
   return {};
 }
 
@@ -154,6 +161,26 @@ void SendEnd::tryMove(SendRequest& request) {
   if (end_.bundle()->post(transfer)) request.stage = Stage::Moving;
 }
 
+void SendEnd::sayParts(SendRequest& request) {
+  // Nothing behind a backlog: what the kernel does not take would be copied.
+  while (request.said < request.bytes && end_.bundle()->controlBacklog() == 0) {
+    Piece piece;
+    piece.offset = request.said;
+    piece.body.place = request.receive.place;
+    piece.body.total = request.bytes;
+    const std::uint64_t bytes =
+        std::min<std::uint64_t>(request.bytes - request.said, Bundle::kMaxControlPayload);
+    if (!end_.sayNow(Kind::Data, std::bit_cast<Control>(piece), request.data + request.said,
+                     bytes)) {
+      return;
+    }
+    request.said += bytes;
+  }
+  if (request.said < request.bytes) return;
+  request.position = end_.said();
+  request.stage = Stage::Small;  // all said: as a small one from here on
+}
+
 bool SendEnd::finished(const SendRequest& request) const {
   if (request.stage == Stage::Small) {
     return end_.failure().ok() && end_.taken() >= request.position;
@@ -168,6 +195,7 @@ Status SendEnd::test(Request* base, bool* done, int* sizes) {
   if (!finished(*request)) {
     if (!end_.failure()) return end_.failure();
     if (request->stage == Stage::Queueing) tryMove(*request);
+    if (request->stage == Stage::Saying) sayParts(*request);
     bool gone = false;
     // While the data sockets work there is nothing to hear, unless they cannot go on.
     if (request->stage != Stage::Moving || end_.bundle()->gone()) {

@@ -16,7 +16,8 @@ inline constexpr std::size_t kSendRequests = kReceiveSlots;
 
 class SendEnd final : public SendConnection {
  public:
-  explicit SendEnd(std::string peer);
+  /// Large messages up to `inlineBytes` go over the control socket.
+  SendEnd(std::string peer, std::uint64_t inlineBytes);
   ~SendEnd() override;
 
   Status send(const void* data, std::size_t bytes, int tag, Request** out) override;
@@ -44,6 +45,7 @@ class SendEnd final : public SendConnection {
     Small,     ///< said; done once the kernel has it
     Asking,    ///< waits for the receive
     Queueing,  ///< waits for room in the data sockets' queue
+    Saying,    ///< goes over the control socket, part by part
     Moving,    ///< with the data sockets
   };
   struct SendRequest : Request {
@@ -54,6 +56,7 @@ class SendEnd final : public SendConnection {
     std::uint64_t index = 0;
     std::uint64_t position = 0;  ///< Small: of the control stream
     PostedReceive receive;       ///< from Queueing on
+    std::uint64_t said = 0;      ///< Saying: bytes of it
     std::atomic<std::uint64_t> moved{0};
   };
   class ControlSink final : public FrameSink {
@@ -79,12 +82,14 @@ class SendEnd final : public SendConnection {
   Status sendLarge(TagState& tag, SendRequest& request);
   Status takePosted(SendRequest& request, const PostedReceive& receive);
   void tryMove(SendRequest& request);
+  void sayParts(SendRequest& request);
   [[nodiscard]] bool finished(const SendRequest& request) const;
   void heardPosted(const Control& control);
   void heardCredit(const Control& control);
 
   ControlSink controlSink_{*this};
   RefuseData refuseData_;
+  const std::uint64_t inlineBytes_;
   Status heardBad_;  ///< what the peer said makes no sense, or cannot be done
   std::unordered_map<int, TagState> tags_;
   int lastTag_ = 0;

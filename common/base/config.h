@@ -44,6 +44,9 @@ namespace hoccl {
   X(importIdleMs, Millis, "HOCCL_IMPORT_IDLE_MS", "60000", 0, 86400000, "", 0,                      \
     "the mover unmaps an application's allocation that no operation has used for so long, up to twice "  \
     "that; 0 keeps it until it is freed")                                                           \
+  X(netInlineBytes, Bytes, "HOCCL_NET_INLINE_BYTES", "0", 0, 1ull << 40, "", 0,                  \
+    "net plugin: larger messages go over data sockets with threads of their own, those up to here over the "  \
+    "connection's first socket, on NCCL's thread")                                                   \
   X(ctas, Count, "HOCCL_CTAS", "0", 0, 64, "", 1,                                                    \
     "CTAs (SMs), at most, of a collective that stays on NCCL's kernels; needs NCCL_TUNER_PLUGIN; 0 leaves "  \
     "it to NCCL")                                                                                   \

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <random>
@@ -183,8 +184,14 @@ void runReceiver(Net& net, void* comm, std::uint64_t seed, std::size_t count, in
   }
 }
 
+// Some versions with large messages over the control socket, some over the data sockets.
+void chooseSockets() {
+  if (Traffic::GetParam() % 2 == 0) ::setenv("HOCCL_NET_INLINE_BYTES", "512KiB", 1);
+}
+
 TEST_P(Traffic, RandomBothWays) {
   const Outcome outcome = runPair([](const Side& side) {
+    chooseSockets();
     Session session(GetParam());
     Net& net = session.net();
     void* const out = session.connectPair(side, 0);
@@ -206,6 +213,7 @@ TEST_P(Traffic, RandomBothWays) {
 TEST_P(Traffic, SeveralConnectionsAndThreads) {
   constexpr int kConnections = 6;
   const Outcome outcome = runPair([](const Side& side) {
+    chooseSockets();
     Session session(GetParam());
     Net& net = session.net();
     std::vector<void*> comms;
@@ -284,6 +292,7 @@ TEST_P(Traffic, SelfConnect) {
 TEST_P(Traffic, AllRequestsOutstanding) {
   for (const std::size_t bytes : {std::size_t{40}, std::size_t{40000}}) {
     const Outcome outcome = runPair([bytes](const Side& side) {
+      chooseSockets();
       Session session(GetParam());
       Net& net = session.net();
       void* const comm = session.connectPair(side, 0);
@@ -388,6 +397,7 @@ TEST_P(Traffic, SenderAhead) {
 // What was sent arrives although the sender closes at once and the receiver reads late.
 TEST_P(Traffic, ClosedRightAfterSending) {
   const Outcome outcome = runPair([](const Side& side) {
+    chooseSockets();
     Session session(GetParam());
     Net& net = session.net();
     for (const std::size_t bytes : {std::size_t{8}, std::size_t{16000}, std::size_t{2000000}}) {
