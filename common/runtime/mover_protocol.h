@@ -11,7 +11,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 3;
+inline constexpr std::uint32_t kMoverProtocol = 4;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;

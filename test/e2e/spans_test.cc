@@ -86,7 +86,10 @@ TEST(Rule8, AThousandRoundsOfMapOperateUnmap) {
   job.argument("rounds", "1000").argument("part", "seam").env("EMUCUDA_DILATION", "1").finish(200);
   expectOnlyStaged(job);
   expectNothingFreedWhileMapped(job);
-  for (int rank : {0, 1}) EXPECT_EQ(job.said(rank, "flat"), "yes") << "device memory";
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.said(rank, "flat"), "yes") << "device memory";
+    RecordProperty("unmapMsMedianAndMost" + std::to_string(rank), job.said(rank, "unmapMs"));
+  }
 }
 
 TEST(Rule8, AnUnmapWaitsForAReceiveWhoseSenderComesLate) {

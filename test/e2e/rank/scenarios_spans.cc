@@ -4,7 +4,9 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -160,20 +162,27 @@ void remap(const Rank& rank) {
   constexpr std::size_t kPart = 256 << 10;
   Image image(seam ? kPart : range.bytes(), seam ? kSegment - kPart / 2 : 0);
   std::size_t early = 0;
+  std::vector<double> unmapping;  // ms, of each round
   for (int n = 0; n < rounds; ++n) {
     const std::size_t offset = image.begin + static_cast<std::size_t>(n) % 7 * 1001;
     transfer(rank, range, image, n % 2, offset, image.bytes - 8000, static_cast<std::uint64_t>(n),
              comm, stream);
     if (n == rounds / 10) early = bytesFree();
     if (n == rounds - 1) say("flat", bytesFree() == early ? "yes" : "no");
+    const auto began = std::chrono::steady_clock::now();
     for (std::size_t i = 0; i < segments; ++i) {
       if (all || i == 1) range.unmap(i, seen);
     }
+    unmapping.push_back(
+        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began)
+            .count());
     for (std::size_t i = 0; i < segments; ++i) {
       if (all || i == 1) range.map(i);
     }
   }
   rank.barrier("over");
+  std::sort(unmapping.begin(), unmapping.end());
+  say("unmapMs", fmt::format("{:.3f} {:.3f}", unmapping[unmapping.size() / 2], unmapping.back()));
   say("freedWhileMapped", std::to_string(counters().freedWhileMapped));
   sayStats();
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
