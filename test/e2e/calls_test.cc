@@ -100,8 +100,7 @@ TEST(Calls, StrictTurnsAnUnsteeredOperationIntoAnError) {
   for (int rank : {0, 1}) {
     EXPECT_EQ(job.said(rank, "result"), "5") << job.transcript();  // ncclInvalidUsage
     const std::string error = job.said(rank, "error");
-    for (const char* part :
-         {"HOCCL_STRICT", "300001 bytes", "no two ranks are on different nodes"}) {
+    for (const char* part : {"HOCCL_STRICT", "300001 bytes", "all ranks are on one node"}) {
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
     EXPECT_EQ(job.callCount(rank, "ncclSend", " bytes=1003 "), 2);

@@ -99,8 +99,15 @@ Backing::~Backing() {
   if (!imported && size > 0) {
     if (fd >= 0 && mappedElsewhere(fd)) {
       session::count(physical, Counter::FreedWhileMapped);
+      // Under another number: handles name the descriptor, and lead nowhere from now on.
+      const int kept = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+      close(fd);
+      if (kept < 0) {
+        gUsed[physical] -= size;
+        return;
+      }
       std::lock_guard lock(gLeftMutex);
-      left().push_back({fd, physical, size});
+      left().push_back({kept, physical, size});
       return;
     }
     gUsed[physical] -= size;
