@@ -37,7 +37,7 @@ void expectOneNode(const Job& job, std::size_t communicators) {
   EXPECT_EQ(comms.size(), communicators);
   for (const auto& comm : comms) {
     EXPECT_FALSE(comm["steered"]) << comm;
-    EXPECT_NE(comm["why"].get<std::string>().find("no two ranks are on different nodes"),
+    EXPECT_NE(comm["why"].get<std::string>().find("all ranks are on one node"),
               std::string::npos)
         << comm;
   }
