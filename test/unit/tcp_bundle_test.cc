@@ -483,7 +483,7 @@ TEST_P(TcpBundleTest, ManySmallTransfersFillTheRingAndAllArrive) {
 }
 
 TEST_P(TcpBundleTest, ASinkThatSaysNotNowIsAskedAgainAfterResume) {
-  constexpr std::size_t kBytes = 8'000'000;
+  constexpr std::size_t kBytes = 64'000'000;  // more than the sockets hold
   Landing atA(1), atB(kBytes);
   atB.closed = true;
   Ends ends = join(&atA, &atB);
