@@ -21,6 +21,21 @@ constexpr unsigned kSpins = 256;
 
 }  // namespace
 
+Status NetLink::pingPong(int iterations, double* seconds) {
+  const std::uint64_t begin = monotonicNs();
+  for (int i = 0; i < iterations; ++i) {
+    if (pair_.side == 0) {
+      if (Status status = say(); !status) return status;
+    }
+    if (Status status = listen(); !status) return status;
+    if (pair_.side == 1) {
+      if (Status status = say(); !status) return status;
+    }
+  }
+  *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
+  return {};
+}
+
 Status tell(const NetPair& pair, const void* data, std::size_t bytes) {
   const auto* at = static_cast<const std::byte*>(data);
   while (bytes > 0) {

@@ -12,19 +12,6 @@
 
 namespace hoccl::bench {
 
-/// One way between two processes, measured from both ends: the two sides make the same calls with
-/// the same arguments. Side 0 begins, and learns how long it took until side 1 had everything.
-class NetLink {
- public:
-  virtual ~NetLink() = default;
-  /// 8 bytes to and fro, `iterations` times.
-  virtual Status pingPong(int iterations, double* seconds) = 0;
-  /// `iterations` payloads of `bytes` from side 0 to 1, as many under way as the link takes.
-  virtual Status stream(std::uint64_t bytes, int iterations, double* seconds) = 0;
-  /// Messages of 8 bytes (shm: of a cache line) one behind the other.
-  virtual Status burst(int messages, double* seconds) = 0;
-};
-
 /// What both processes know, from before they parted.
 struct NetPair {
   int side = 0;   ///< 0 or 1
@@ -33,6 +20,27 @@ struct NetPair {
   BundleOptions options;             ///< threads and sockets
   SocketAddress local;               ///< where the sockets run
   std::uint64_t timeoutMs = 30'000;  ///< for any wait
+};
+
+/// One way between two processes, measured from both ends: the two sides make the same calls with
+/// the same arguments. Side 0 begins, and learns how long it took until side 1 had everything.
+class NetLink {
+ public:
+  explicit NetLink(const NetPair& pair) : pair_(pair) {}
+  virtual ~NetLink() = default;
+  /// 8 bytes to and fro, `iterations` times.
+  Status pingPong(int iterations, double* seconds);
+  /// `iterations` payloads of `bytes` from side 0 to 1, as many under way as the link takes.
+  virtual Status stream(std::uint64_t bytes, int iterations, double* seconds) = 0;
+  /// Messages of 8 bytes (shm: of a cache line) one behind the other.
+  virtual Status burst(int messages, double* seconds) = 0;
+
+ protected:
+  /// One message to the other side, and one from there.
+  virtual Status say() = 0;
+  virtual Status listen() = 0;
+
+  NetPair pair_;
 };
 
 /// Plain sockets driven by as many threads with as many sockets, without anything of HOCCL's.

@@ -56,7 +56,7 @@ Status inTurns(const std::vector<int>& fds, std::byte* data, std::uint64_t bytes
 
 class BareLink final : public NetLink {
  public:
-  explicit BareLink(const NetPair& pair) : pair_(pair) {}
+  using NetLink::NetLink;
 
   Status open(std::uint64_t maxBytes) {
     if (Status status = NetBuffer::create(maxBytes, &buffer_); !status) return status;
@@ -113,21 +113,6 @@ class BareLink final : public NetLink {
     return {};
   }
 
-  Status pingPong(int iterations, double* seconds) override {
-    const std::uint64_t begin = monotonicNs();
-    for (int i = 0; i < iterations; ++i) {
-      if (pair_.side == 0) {
-        if (Status status = say(); !status) return status;
-      }
-      if (Status status = listen(); !status) return status;
-      if (pair_.side == 1) {
-        if (Status status = say(); !status) return status;
-      }
-    }
-    *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
-    return {};
-  }
-
   Status stream(std::uint64_t bytes, int iterations, double* seconds) override {
     const std::uint64_t begin = monotonicNs();
     const std::size_t threads = pair_.options.threads;
@@ -167,12 +152,12 @@ class BareLink final : public NetLink {
   }
 
  private:
-  Status say() {
+  Status say() override {
     const std::uint64_t word = 42;
     return sendAll(sockets_[0].get(), reinterpret_cast<const std::byte*>(&word), sizeof word);
   }
   /// Looks without sleeping in the kernel, as a program does that wants the latency.
-  Status listen() {
+  Status listen() override {
     std::uint64_t word = 0;
     std::size_t got = 0;
     NetWait wait(pair_, "a message over a bare socket");
@@ -190,7 +175,6 @@ class BareLink final : public NetLink {
     return {};
   }
 
-  NetPair pair_;
   NetBuffer buffer_;
   std::vector<UniqueFd> sockets_;  ///< the first for messages, the others for payloads
 };

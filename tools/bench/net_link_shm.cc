@@ -18,7 +18,7 @@ struct Invitation {
 
 class ShmLink final : public NetLink {
  public:
-  explicit ShmLink(const NetPair& pair) : pair_(pair) {}
+  using NetLink::NetLink;
 
   Status open(std::uint64_t maxBytes) {
     if (Status status = NetBuffer::create(maxBytes, &buffer_); !status) return status;
@@ -52,21 +52,6 @@ class ShmLink final : public NetLink {
     }
     if (handshake->advance() != Handshake::State::Done) return handshake->status();
     connection_ = handshake->take();
-    return {};
-  }
-
-  Status pingPong(int iterations, double* seconds) override {
-    const std::uint64_t begin = monotonicNs();
-    for (int i = 0; i < iterations; ++i) {
-      if (pair_.side == 0) {
-        if (Status status = say(); !status) return status;
-      }
-      if (Status status = listen(); !status) return status;
-      if (pair_.side == 1) {
-        if (Status status = say(); !status) return status;
-      }
-    }
-    *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
     return {};
   }
 
@@ -115,7 +100,7 @@ class ShmLink final : public NetLink {
     }
     return {};
   }
-  Status say() {
+  Status say() override {
     Message message{};
     message.type = MessageType::Ready;
     NetWait wait(pair_, "room for a message over shm");
@@ -124,7 +109,7 @@ class ShmLink final : public NetLink {
     }
     return {};
   }
-  Status listen() {
+  Status listen() override {
     Message message;
     NetWait wait(pair_, "a message over shm");
     while (!connection_->tryReceive(&message)) {
@@ -133,7 +118,6 @@ class ShmLink final : public NetLink {
     return {};
   }
 
-  NetPair pair_;
   NetBuffer buffer_;
   std::unique_ptr<Connection> connection_;
   std::uint64_t chunk_ = 0;  ///< how many chunks have gone, so that both sides know slot and turn

@@ -22,7 +22,7 @@ enum Kind : std::uint16_t { kPing = 1, kPayload = 2 };
 
 class TcpLink final : public NetLink {
  public:
-  explicit TcpLink(const NetPair& pair) : pair_(pair) {}
+  using NetLink::NetLink;
 
   Status open(std::uint64_t maxBytes) {
     if (Status status = NetBuffer::create(maxBytes, &buffer_); !status) return status;
@@ -55,21 +55,6 @@ class TcpLink final : public NetLink {
     }
     if (setup->advance() == BundleSetup::State::Failed) return setup->status();
     return setup->take(&landing_, &bundle_);
-  }
-
-  Status pingPong(int iterations, double* seconds) override {
-    const std::uint64_t begin = monotonicNs();
-    for (int i = 0; i < iterations; ++i) {
-      if (pair_.side == 0) {
-        if (Status status = say(); !status) return status;
-      }
-      if (Status status = listen(1); !status) return status;
-      if (pair_.side == 1) {
-        if (Status status = say(); !status) return status;
-      }
-    }
-    *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
-    return {};
   }
 
   Status stream(std::uint64_t bytes, int iterations, double* seconds) override {
@@ -142,7 +127,7 @@ class TcpLink final : public NetLink {
     int count = 0;
   };
 
-  Status say() {
+  Status say() override {
     const std::uint64_t word = 42;
     NetWait wait(pair_, "room for a message over tcp");
     while (!bundle_->sendControl(kPing, {}, &word, sizeof word)) {
@@ -152,6 +137,7 @@ class TcpLink final : public NetLink {
     return {};
   }
   /// Until so many messages have come; with pauses where nothing is lost by them.
+  Status listen() override { return listen(1); }
   Status listen(int messages, unsigned pauseUs = 0) {
     NetWait wait(pair_, "a message over tcp");
     while (pings_.count < messages) {
@@ -164,7 +150,6 @@ class TcpLink final : public NetLink {
     return {};
   }
 
-  NetPair pair_;
   NetBuffer buffer_;
   Landing landing_;
   Pings pings_;
