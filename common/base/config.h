@@ -57,7 +57,7 @@ namespace hoccl {
   X(appCopyBytes, Bytes, "HOCCL_APP_COPY_BYTES", "4GiB", 1 << 20, 1ull << 44, "", 0,                 \
     "pinned host memory for such copies, of a process and GPU; a larger operation or group may take "  \
     "more, further ones wait for room")                                                             \
-  X(spans, Choice, "HOCCL_SPANS", "off", 0, 0, "off|on", 0,                                         \
+  X(spans, Choice, "HOCCL_SPANS", "on", 0, 0, "off|on", 0,                                         \
     "whether the mover maps memory of cuMemCreate (PyTorch's expandable_segments); off: "             \
     "application-side copies, as HOCCL_APP_COPIES says")                                             \
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \

@@ -10,10 +10,11 @@ Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes
   for (CUdeviceptr at = address; at < address + bytes; at = out->back().end()) {
     MappedSegment segment;
     std::size_t size = 0;
-    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                   CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_BUFFER_ID};
-    void* values[] = {&segment.base, &size, &segment.id};
-    const CUresult result = driver->cuPointerGetAttributes(3, names, values, at);
+    // Not the attributes RANGE_START_ADDR and RANGE_SIZE: those tell the reservation.
+    CUresult result = driver->cuMemGetAddressRange(&segment.base, &size, at);
+    if (result == CUDA_SUCCESS) {
+      result = driver->cuPointerGetAttribute(&segment.id, CU_POINTER_ATTRIBUTE_BUFFER_ID, at);
+    }
     segment.bytes = size;
     const bool neighbour = out->empty() ? segment.base <= at : segment.base == at;
     if (result != CUDA_SUCCESS || segment.id == 0 || !neighbour || segment.end() <= at) {

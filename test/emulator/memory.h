@@ -25,8 +25,8 @@ enum class RegionKind {
 };
 
 /// The bytes of some device memory: a memfd, counted against the device until the last mapping, the
-/// last handle and the last exported descriptor are gone, in all processes. Those that import it hold
-/// a lock on the file as long as they do, and so does a descriptor.
+/// last handle and the last exported descriptor are gone, in all processes. Those that import it
+/// hold a lock on the file as long as they do, and so does a descriptor.
 struct Backing {
   int fd = -1;
   std::size_t size = 0;
@@ -114,6 +114,12 @@ bool closeImport(std::uintptr_t base);
 bool mapDeviceMemory(Region* region, int fd, std::size_t size);
 /// Maps `fd` at the addresses `base` that the caller has reserved.
 bool mapAt(Region* region, int fd, std::uintptr_t base, std::size_t size);
+struct Range {
+  std::uintptr_t base = 0;
+  std::size_t bytes = 0;
+};
+/// The range of cuMemAddressReserve that the address lies in; nothing without one.
+Range reservationOf(std::uintptr_t address);
 /// The ordinal of a physical device in this process, or `otherwise` if it is not visible.
 int ordinalOf(int physical, int otherwise);
 

@@ -69,11 +69,15 @@ bool valueOf(CUpointer_attribute attribute, const Region& region, std::uintptr_t
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
       *out = region.kind == RegionKind::Device ? 1 : 0;
       return true;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:  // of mapped memory: the whole reservation
+      *out = region.kind == RegionKind::Mapped ? reservationOf(region.base).base : region.base;
+      return true;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+      *out = region.kind == RegionKind::Mapped ? reservationOf(region.base).bytes : region.size;
+      return true;
     case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
       *out = region.base;
       return true;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
       *out = region.size;
       return true;

@@ -58,11 +58,8 @@ std::shared_ptr<Backing> backingOf(Handle handle) {
 }
 
 bool isReserved(std::uintptr_t address, std::size_t bytes) {
-  std::lock_guard lock(gMutex);
-  auto after = reservations().upper_bound(address);
-  if (after == reservations().begin()) return false;
-  const auto& [base, size] = *std::prev(after);
-  return address - base < size && bytes <= size - (address - base);
+  const Range range = reservationOf(address);
+  return range.bytes > 0 && bytes <= range.bytes - (address - range.base);
 }
 
 /// The mappings that make up exactly the range; empty if they do not.
@@ -83,6 +80,15 @@ Context* contextAt(const CUmemLocation& location) {
 }
 
 }  // namespace
+
+Range reservationOf(std::uintptr_t address) {
+  std::lock_guard lock(gMutex);
+  const auto after = reservations().upper_bound(address);
+  if (after == reservations().begin()) return {};
+  const auto& [base, size] = *std::prev(after);
+  return address - base < size ? Range{base, size} : Range{};
+}
+
 }  // namespace hoccl::emu
 
 using namespace hoccl::emu;
