@@ -136,6 +136,7 @@ Status findDevices(int abiVersion, Process& all) {
   }
   options.name = "hoccl-net";
   options.waitForAccept = true;
+  options.keepHeld = true;
   all.options = options;
   all.inlineBytes = config.netInlineBytes;
   // While something is open, devices stay what they are.

@@ -6,6 +6,8 @@
 #include <climits>
 #include <cstring>
 
+#include "common/base/time.h"
+
 namespace hoccl::net_plugin {
 namespace {
 
@@ -66,6 +68,7 @@ Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
   ReceiveRequest* const request = &requests_[freeRequests_.back()];
   freeRequests_.pop_back();
   request->count = receives.size();
+  request->lateNs = end_.bundle()->endingSinceNs() == 0 ? 0 : monotonicNs();
   for (std::size_t i = 0; i < receives.size(); ++i) {
     Slot& slot = slots_[freeSlots_.back()];
     freeSlots_.pop_back();
@@ -89,6 +92,8 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.posted = slot.done = false;
   slot.bytes = 0;
   tag.open.push_back(&slot);
+  if (ahead_ == nullptr) ahead_ = &tag;
+  openAhead(slot);
   if (!tag.early.empty() && tag.early.front().index == slot.index) {
     Early& early = tag.early.front();
     if (early.payload.size() > slot.capacity) {
@@ -115,11 +120,26 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   if (asked || (tag.large && slot.capacity > kEagerBytes)) namePlace(slot);
 }
 
+void ReceiveEnd::openAhead(Slot& slot) {
+  if (slot.tag != ahead_) return;
+  slot.gate.store(slot.turn, std::memory_order_release);
+  OpenByIndex& open = openAhead_[slot.index % kReceiveSlots];
+  open.slot.store(static_cast<std::uint32_t>(&slot - slots_.data()), std::memory_order_relaxed);
+  open.index.store(slot.index, std::memory_order_release);
+  openedAhead_.store(slot.index + 1, std::memory_order_seq_cst);
+  end_.bundle()->resumeData();
+}
+
 void ReceiveEnd::namePlace(Slot& slot) {
   if (slot.posted) return;
-  slot.posted = true;
   slot.gate.store(slot.turn, std::memory_order_release);
+  sayPosted(slot);
+}
+
+void ReceiveEnd::sayPosted(Slot& slot) {
+  slot.posted = true;
   Control control;
+  control.ahead = slot.tag == ahead_ ? 1 : 0;
   control.tag = slot.tag->tag;
   control.index = slot.index;
   control.bytes = slot.capacity;
@@ -129,17 +149,23 @@ void ReceiveEnd::namePlace(Slot& slot) {
 
 bool ReceiveEnd::finished(Slot& slot) {
   if (slot.done) return true;
-  if (!slot.posted) return false;
   // All that has been given a place is there, and so nobody writes there any more.
   const std::uint64_t received = slot.received.load(std::memory_order_acquire);
   if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
   slot.tag->wasted = 0;
   finish(slot, received);
+  if (!slot.posted) {  // sent ahead of being asked for, and so will be the next
+    slot.tag->large = true;
+    sayPosted(slot);
+  }
   return true;
 }
 
 void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
   slot.gate.store(0, std::memory_order_seq_cst);
+  if (slot.tag == ahead_) {
+    openAhead_[slot.index % kReceiveSlots].index.store(kNoIndex, std::memory_order_release);
+  }
   slot.done = true;
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
@@ -168,6 +194,7 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
     if (!end_.failure()) return end_.failure();
     bool gone = false;
     if (Status status = progress(&gone); !status) return status;
+    gone = gone || overdue(*request);
     // Looked at again: the last piece may have come just before the end.
     if (!allFinished()) return gone ? end_.fail(end_.whyGone()) : Status();
   }
@@ -181,6 +208,11 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
   freeRequests_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
   *done = true;
   return {};
+}
+
+bool ReceiveEnd::overdue(const ReceiveRequest& request) {
+  const std::uint64_t sinceNs = end_.bundle()->endingSinceNs();
+  return sinceNs != 0 && monotonicNs() > std::max(sinceNs, request.lateNs) + Bundle::kLastBytesNs;
 }
 
 Status ReceiveEnd::begin(const FrameHeader& header) {
@@ -225,17 +257,16 @@ Status ReceiveEnd::begin(const FrameHeader& header) {
                          fmt::format("a message of {} bytes (tag {}) came for a receive of {}",
                                      header.bytes, control.tag, slot.capacity));
   }
-  if (slot.posted) {
-    // No piece may come for it from now on, nor have come.
-    slot.gate.store(0, std::memory_order_seq_cst);
+  // No piece may come for it from now on, nor have come.
+  if (slot.gate.exchange(0, std::memory_order_seq_cst) != 0) {
     if (slot.reserved.load(std::memory_order_seq_cst) != 0) {
       return Status::error(
           Code::Remote, fmt::format("message {} of tag {} came twice", control.index, control.tag));
     }
-    if (++tag->wasted >= kWastedNames) {
-      tag->large = false;
-      tag->wasted = 0;
-    }
+  }
+  if (slot.posted && ++tag->wasted >= kWastedNames) {
+    tag->large = false;
+    tag->wasted = 0;
   }
   comingSlot_ = &slot;
   return {};
@@ -312,25 +343,28 @@ void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
   }
 }
 
+std::byte* ReceiveEnd::reserve(Slot& slot, std::uint32_t turn, std::uint64_t offset,
+                               std::uint64_t bytes, std::uint64_t total) {
+  if (turn == 0 || slot.gate.load(std::memory_order_acquire) != turn || total > slot.capacity ||
+      offset > total || bytes > total - offset) {
+    return nullptr;
+  }
+  std::uint64_t known = 0;
+  if (!slot.total.compare_exchange_strong(known, total) && known != total) return nullptr;
+  const std::uint64_t before = slot.reserved.fetch_add(bytes, std::memory_order_seq_cst);
+  // Looked at again: the gate may have been closed before the place was taken.
+  const bool open = slot.gate.load(std::memory_order_seq_cst) == turn;
+  return open && before + bytes <= total ? slot.data + offset : nullptr;
+}
+
 std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
+  if (static_cast<Kind>(header.kind) == Kind::Ahead) return placeAhead(header, bad);
   const Piece piece = pieceOf(header);
   const Place& at = piece.body.place;
-  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots && at.turn != 0) {
-    Slot& slot = end_.slots_[at.slot];
-    if (slot.gate.load(std::memory_order_acquire) == at.turn && piece.body.total <= slot.capacity &&
-        piece.offset <= piece.body.total && header.bytes <= piece.body.total - piece.offset) {
-      std::uint64_t total = 0;
-      if (slot.total.compare_exchange_strong(total, piece.body.total) ||
-          total == piece.body.total) {
-        const std::uint64_t before =
-            slot.reserved.fetch_add(header.bytes, std::memory_order_seq_cst);
-        // Looked at again: the gate may have been closed before the place was taken.
-        if (before + header.bytes <= piece.body.total &&
-            slot.gate.load(std::memory_order_seq_cst) == at.turn) {
-          return slot.data + piece.offset;
-        }
-      }
-    }
+  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots) {
+    std::byte* const place =
+        reserve(end_.slots_[at.slot], at.turn, piece.offset, header.bytes, piece.body.total);
+    if (place != nullptr) return place;
   }
   *bad = Status::error(Code::Remote,
                        fmt::format("it sent [{}, +{}) of a message of {} bytes for receive {}/{}, "
@@ -339,10 +373,37 @@ std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
   return nullptr;
 }
 
+std::byte* ReceiveEnd::DataSink::placeAhead(const FrameHeader& header, Status* bad) {
+  const AheadPiece piece = aheadPieceOf(header);
+  const AheadBody& body = piece.body;
+  if (body.index >= end_.openedAhead_.load(std::memory_order_seq_cst)) return nullptr;  // not now
+  const OpenByIndex& open = end_.openAhead_[body.index % kReceiveSlots];
+  // Where a receive has been opened, `ahead_` has been set for good.
+  if (open.index.load(std::memory_order_acquire) == body.index && body.tag == end_.ahead_->tag) {
+    Slot& slot = end_.slots_[open.slot.load(std::memory_order_relaxed)];
+    const std::uint32_t turn = slot.gate.load(std::memory_order_acquire);
+    // Looked at again: with all of its message there, the slot may be another receive's by now.
+    if (open.index.load(std::memory_order_acquire) == body.index) {
+      std::byte* const place = reserve(slot, turn, piece.offset, header.bytes, body.total);
+      if (place != nullptr) return place;
+    }
+  }
+  *bad = Status::error(Code::Remote,
+                       fmt::format("it sent [{}, +{}) of message {} of tag {}, of {} bytes, ahead, "
+                                   "which the receive does not take",
+                                   piece.offset, header.bytes, body.index, body.tag, body.total));
+  return nullptr;
+}
+
 void ReceiveEnd::DataSink::arrived(const FrameHeader& header) {
   // A piece without bytes would count for nothing.
   if (header.bytes == 0) return;
-  Slot& slot = end_.slots_[pieceOf(header).body.place.slot];
+  const bool ahead = static_cast<Kind>(header.kind) == Kind::Ahead;
+  const std::uint32_t at =
+      ahead ? end_.openAhead_[aheadPieceOf(header).body.index % kReceiveSlots].slot.load(
+                  std::memory_order_relaxed)
+            : pieceOf(header).body.place.slot;
+  Slot& slot = end_.slots_[at];
   slot.received.fetch_add(header.bytes, std::memory_order_release);
 }
 

@@ -39,7 +39,7 @@ class ReceiveEnd final : public ReceiveConnection {
     std::uint32_t turn = 0;
     TagState* tag = nullptr;
     std::uint64_t index = 0;
-    bool posted = false;  ///< the sender knows its place
+    bool posted = false;  ///< the sender has been told of it
     bool done = false;
     std::uint64_t bytes = 0;  ///< once done
   };
@@ -61,7 +61,14 @@ class ReceiveEnd final : public ReceiveConnection {
     std::list<Early> early;           ///< by index
     std::deque<std::uint64_t> asked;  ///< announced messages without a receive
   };
+  /// An open receive of the tag that may be sent ahead, to be found by its index.
+  struct OpenByIndex {
+    std::atomic<std::uint64_t> index{kNoIndex};
+    std::atomic<std::uint32_t> slot{0};
+  };
+  static constexpr std::uint64_t kNoIndex = ~std::uint64_t{0};
   struct ReceiveRequest : Request {
+    std::uint64_t lateNs = 0;  ///< when it began, if the connection was ending already
     std::array<Slot*, nccl_abi::kMaxGroupedReceives> slots{};
     std::size_t count = 0;
   };
@@ -82,13 +89,21 @@ class ReceiveEnd final : public ReceiveConnection {
     void arrived(const FrameHeader& header) override;
 
    private:
+    std::byte* placeAhead(const FrameHeader& header, Status* bad);
     ReceiveEnd& end_;
   };
 
   [[nodiscard]] TagState* stateOf(int tag);
   Status progress(bool* gone);
   void open(Slot& slot, const Receive& receive, TagState& tag);
+  void openAhead(Slot& slot);
   void namePlace(Slot& slot);
+  void sayPosted(Slot& slot);
+  /// Room for a piece in a receive, if pieces of that turn may come.
+  static std::byte* reserve(Slot& slot, std::uint32_t turn, std::uint64_t offset,
+                            std::uint64_t bytes, std::uint64_t total);
+  /// What has not come of it by now does not come.
+  [[nodiscard]] bool overdue(const ReceiveRequest& request);
   [[nodiscard]] bool finished(Slot& slot);
   void finish(Slot& slot, std::uint64_t bytes);
   void gaveBack(TagState& tag);
@@ -104,6 +119,10 @@ class ReceiveEnd final : public ReceiveConnection {
   int lastTag_ = 0;
   TagState* last_ = nullptr;  ///< of lastTag_
   std::array<Slot, kReceiveSlots> slots_;
+  // The tag whose messages may be sent ahead.
+  TagState* ahead_ = nullptr;
+  std::array<OpenByIndex, kReceiveSlots> openAhead_;  ///< by index modulo its size
+  std::atomic<std::uint64_t> openedAhead_{0};         ///< receives of it opened so far
   std::vector<std::uint16_t> freeSlots_;
   std::array<ReceiveRequest, kReceiveSlots> requests_;
   std::vector<std::uint16_t> freeRequests_;

@@ -113,11 +113,22 @@ Status SendEnd::sendLarge(TagState& tag, SendRequest& request) {
     if (Status status = progress(&gone); !status) return status;
     if (gone) return end_.fail(end_.whyGone());
   }
+  request.state = &tag;
   request.index = tag.next++;
   request.moved.store(0, std::memory_order_relaxed);
+  request.ahead = false;
+  ++tag.waiting;
   if (posted.index == request.index) {
     const Status status = takePosted(request, posted);
     return status.ok() ? status : end_.fail(status);
+  }
+  // Not past one of the same tag that is still here: it might never get by.
+  if (&tag == ahead_ && tag.waiting == 1) {
+    request.ahead = true;
+    aheadUpTo_ = request.index + 1;
+    request.stage = Stage::Queueing;
+    tryMove(request);
+    return {};
   }
   request.stage = Stage::Asking;
   Control control;
@@ -137,28 +148,41 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
                     request.bytes, request.tag, receive.bytes));
   }
   request.receive = receive;
-  if (request.bytes <= inlineBytes_) {
-    request.stage = Stage::Saying;
-    request.said = 0;
-    sayParts(request);
-  } else {
-    request.stage = Stage::Queueing;
-    tryMove(request);
-  }
+  request.stage = Stage::Queueing;
+  tryMove(request);
   return {};
 }
 
 void SendEnd::tryMove(SendRequest& request) {
-  PieceBody body;
-  body.place = request.receive.place;
-  body.total = request.bytes;
+  // Messages sent ahead may lie in the data sockets and hold up what is behind them.
+  const bool heldUp = aheadUpTo_ > namedUpTo_ && request.state != ahead_;
+  if (!request.ahead && (request.bytes <= inlineBytes_ || heldUp)) {
+    --request.state->waiting;
+    request.stage = Stage::Saying;
+    request.said = 0;
+    return sayParts(request);
+  }
   Transfer transfer;
-  transfer.kind = static_cast<std::uint16_t>(Kind::Data);
-  transfer.user = std::bit_cast<std::array<std::byte, sizeof(PieceBody)>>(body);
+  if (request.ahead) {
+    AheadBody body;
+    body.tag = request.tag;
+    body.index = request.index;
+    body.total = request.bytes;
+    transfer.kind = static_cast<std::uint16_t>(Kind::Ahead);
+    transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
+  } else {
+    PieceBody body;
+    body.place = request.receive.place;
+    body.total = request.bytes;
+    transfer.kind = static_cast<std::uint16_t>(Kind::Data);
+    transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
+  }
   transfer.data = request.data;
   transfer.bytes = request.bytes;
   transfer.done = &request.moved;
-  if (end_.bundle()->post(transfer)) request.stage = Stage::Moving;
+  if (!end_.bundle()->post(transfer)) return;
+  --request.state->waiting;
+  request.stage = Stage::Moving;
 }
 
 void SendEnd::sayParts(SendRequest& request) {
@@ -220,6 +244,15 @@ void SendEnd::heardPosted(const Control& control) {
                               fmt::format("it named receive {} of tag {}, which cannot be open",
                                           control.index, control.tag));
     return;
+  }
+  if (control.ahead != 0) {
+    if (ahead_ == nullptr) ahead_ = state;
+    if (ahead_ != state) {
+      heardBad_ = Status::error(
+          Code::Remote, fmt::format("it takes messages of a second tag ({}) ahead", control.tag));
+      return;
+    }
+    namedUpTo_ = std::max(namedUpTo_, control.index + 1);
   }
   const PostedReceive posted{control.index, control.bytes, control.place};
   if (control.index >= state->next) {

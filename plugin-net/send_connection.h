@@ -34,6 +34,7 @@ class SendEnd final : public SendConnection {
     Place place;
   };
   struct TagState {
+    unsigned waiting = 0;      ///< large messages that are not with the data sockets yet
     std::uint64_t next = 0;    ///< index of the next message
     std::uint64_t unread = 0;  ///< small messages that the receiver has not given back
     /// By index modulo its size. Receives that are open number at most kReceiveSlots, and all with
@@ -44,7 +45,8 @@ class SendEnd final : public SendConnection {
     Free,
     Small,     ///< said; done once the kernel has it
     Asking,    ///< waits for the receive
-    Queueing,  ///< waits for room in the data sockets' queue
+    Queueing,  ///< waits for room in the data sockets' queue; of this and the above:
+               ///< TagState::waiting
     Saying,    ///< goes over the control socket, part by part
     Moving,    ///< with the data sockets
   };
@@ -53,9 +55,11 @@ class SendEnd final : public SendConnection {
     const std::byte* data = nullptr;
     std::uint64_t bytes = 0;
     int tag = 0;
+    TagState* state = nullptr;  ///< of that tag
     std::uint64_t index = 0;
     std::uint64_t position = 0;  ///< Small: of the control stream
     PostedReceive receive;       ///< from Queueing on
+    bool ahead = false;          ///< Queueing, Moving: without `receive`
     std::uint64_t said = 0;      ///< Saying: bytes of it
     std::atomic<std::uint64_t> moved{0};
   };
@@ -93,7 +97,10 @@ class SendEnd final : public SendConnection {
   Status heardBad_;  ///< what the peer said makes no sense, or cannot be done
   std::unordered_map<int, TagState> tags_;
   int lastTag_ = 0;
-  TagState* last_ = nullptr;  ///< of lastTag_
+  TagState* last_ = nullptr;     ///< of lastTag_
+  TagState* ahead_ = nullptr;    ///< the tag that may be sent ahead
+  std::uint64_t aheadUpTo_ = 0;  ///< behind the last message sent ahead
+  std::uint64_t namedUpTo_ = 0;  ///< behind the last receive of that tag that is known to be open
   std::array<SendRequest, kSendRequests> requests_;
   std::vector<std::uint16_t> free_;
   Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above

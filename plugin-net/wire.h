@@ -10,6 +10,11 @@
 // A large one goes over the data sockets straight into the receive, whose place the receiver names
 // in Posted. Receivers say so by themselves once a tag has had a large message; until then, and
 // whenever Posted has not come yet, the sender asks (Announce).
+//
+// One tag of a connection, the first that the receiver receives, may do without: its receives are
+// found by their index (Posted says so, in `ahead`). Pieces of its messages may thus be sent before
+// the receive is named (Ahead), and lie in the sockets until it is opened. What they hold up there,
+// every message of another tag, then goes over the control socket.
 
 #include <array>
 #include <bit>
@@ -20,7 +25,7 @@
 
 namespace hoccl::net_plugin {
 
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 /// Messages up to here travel on the control socket.
 inline constexpr std::size_t kEagerBytes = 16 << 10;
 /// Small messages of a tag without a receive that the receiver keeps.
@@ -36,6 +41,7 @@ enum class Kind : std::uint16_t {
   Posted = 3,    ///< receiver: receive `index` takes up to `bytes`, at `place`
   Credit = 4,    ///< receiver: `index` more small messages of the tag have been received
   Data = 5,      ///< on the data sockets: a piece for `place`
+  Ahead = 6,     ///< on the data sockets: a piece of a message whose receive has not been named
 };
 
 /// Of a receive that is open: the slot, and its turn, which tells uses of a slot apart.
@@ -48,7 +54,7 @@ struct Place {
 /// The `user` bytes of a control frame.
 struct Control {
   std::int32_t tag = 0;
-  std::uint32_t reserved = 0;
+  std::uint32_t ahead = 0;  ///< Posted: 1 if messages of the tag may be sent ahead
   std::uint64_t index = 0;
   std::uint64_t bytes = 0;
   Place place;
@@ -68,10 +74,27 @@ struct Piece {
 };
 static_assert(sizeof(PieceBody) == 40 && sizeof(Piece) == kFrameUserBytes);
 
+/// The same of a piece that is sent ahead.
+struct AheadBody {
+  std::int32_t tag = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t index = 0;  ///< of the message
+  std::uint64_t total = 0;  ///< of the message
+  std::array<std::uint8_t, 16> unused{};
+};
+struct AheadPiece {
+  std::uint64_t offset = 0;
+  AheadBody body;
+};
+static_assert(sizeof(AheadBody) == 40 && sizeof(AheadPiece) == kFrameUserBytes);
+
 inline std::array<std::byte, kFrameUserBytes> pack(const Control& control) {
   return std::bit_cast<std::array<std::byte, kFrameUserBytes>>(control);
 }
 inline Control controlOf(const FrameHeader& header) { return std::bit_cast<Control>(header.user); }
 inline Piece pieceOf(const FrameHeader& header) { return std::bit_cast<Piece>(header.user); }
+inline AheadPiece aheadPieceOf(const FrameHeader& header) {
+  return std::bit_cast<AheadPiece>(header.user);
+}
 
 }  // namespace hoccl::net_plugin

@@ -120,6 +120,14 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
       transfer.kind = random() % 8 == 0 ? static_cast<std::uint16_t>(random())
                                         : static_cast<std::uint16_t>(Kind::Data);
       transfer.user = std::bit_cast<std::array<std::byte, sizeof(PieceBody)>>(body);
+      if (random() % 3 == 0) {
+        AheadBody ahead;
+        ahead.tag = random() % 4 == 0 ? static_cast<int>(oddNumber(random)) : 0;
+        ahead.index = random() % 4 == 0 ? oddNumber(random) : random() % 12;
+        ahead.total = body.total;
+        transfer.kind = static_cast<std::uint16_t>(Kind::Ahead);
+        transfer.user = std::bit_cast<std::array<std::byte, sizeof(AheadBody)>>(ahead);
+      }
       transfer.data = payload.data();
       transfer.bytes = 1 + random() % Bundle::kMaxControlPayload;
       transfer.done = &moved;
@@ -129,11 +137,12 @@ void talkNonsense(Bundle& bundle, Swallow& control, std::mt19937_64& random, boo
     Control message;
     message.tag = random() % 4 == 0 ? static_cast<int>(oddNumber(random)) : 0;
     message.index = random() % 4 == 0 ? oddNumber(random) : next++;
+    message.ahead = random() % 2;
     message.place = {static_cast<std::uint32_t>(oddNumber(random)),
                      static_cast<std::uint32_t>(oddNumber(random))};
     std::size_t bytes = 0;
     auto kind =
-        static_cast<std::uint16_t>(random() % 10 == 0 ? oddNumber(random) : 1 + random() % 5);
+        static_cast<std::uint16_t>(random() % 10 == 0 ? oddNumber(random) : 1 + random() % 6);
     if (random() % 3 == 0)
       kind = static_cast<std::uint16_t>(asSender ? Kind::Message : Kind::Posted);
     if (kind == static_cast<std::uint16_t>(Kind::Message) || random() % 10 == 0) {

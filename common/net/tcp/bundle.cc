@@ -103,6 +103,7 @@ class TcpBundle final : public Bundle {
   void resumeData() override { workers_.resume(); }
 
   [[nodiscard]] bool gone() const override { return workers_.gone(); }
+  [[nodiscard]] std::uint64_t endingSinceNs() const override { return workers_.endingSinceNs(); }
   [[nodiscard]] Status status() const override { return workers_.status(); }
   void nudge() override { workers_.nudge(); }
   [[nodiscard]] int watchFd() const override { return workers_.watchFd(); }

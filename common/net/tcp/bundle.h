@@ -31,6 +31,9 @@ struct BundleOptions {
   /// Connecting: a listener that lives and has not accepted yet is waited for without a bound
   /// (NCCL's proxy may come late); `timeoutMs` then bounds the way there only.
   bool waitForAccept = false;
+  /// What the data sink says "not now" to outlives the peer's end: the bundle is not gone before it
+  /// has been taken. Whoever waits looks at endingSinceNs().
+  bool keepHeld = false;
   std::string name = "hoccl";  ///< of the threads and in messages
 
   static constexpr unsigned kMaxSockets = 64;  ///< data sockets of one bundle
@@ -93,6 +96,10 @@ class Bundle {
   /// the data sink, what it said before can still be taken by receiveControl(), nothing more comes.
   /// Any thread.
   [[nodiscard]] virtual bool gone() const = 0;
+  /// When the first sign of the peer's end was seen (monotonicNs); 0: it lives. Any thread.
+  [[nodiscard]] virtual std::uint64_t endingSinceNs() const = 0;
+  /// How long after that the rest of what the peer sent is waited for.
+  static constexpr std::uint64_t kLastBytesNs = 1'000'000'000;
   /// Why, once gone: one line; for an orderly end "the peer closed the connection".
   [[nodiscard]] virtual Status status() const = 0;
   /// Wakes the peer's watchFd().

@@ -29,8 +29,6 @@ constexpr unsigned kRoundsPerLook = 16;
 constexpr std::uint64_t kSmallestPiece = 64 << 10;
 /// In the middle of a payload a worker is woken only when so much is there, not by every segment.
 constexpr std::uint64_t kWakeBytes = 128 << 10;
-/// How long after the first sign of the peer's end the rest of what it sent is waited for.
-constexpr std::uint64_t kLastBytesNs = 1'000'000'000;
 
 void ring(int eventFd) {
   const std::uint64_t one = 1;
@@ -46,6 +44,7 @@ struct SocketWorkers::Socket {
   bool hungUp = false;                    ///< the peer's end lies behind what there is to read
   bool paused = false;                    ///< the sink said not now
   bool held = false;                      ///< and again after everybody could know
+  bool holding = false;                   ///< counted in holding_; until it has moved on
   bool ended = false;                     ///< brings nothing more
   bool sendEnded = false;
   int wakeBytes = 1;  ///< SO_RCVLOWAT
@@ -217,9 +216,22 @@ void SocketWorkers::end(const Status& why, bool now) {
 /// Worker 0: the end is complete when every data socket has brought what it had, or after a moment.
 void SocketWorkers::finishEnding() {
   if (gone() || !ending()) return;
-  if (open_.load() > 0 && monotonicNs() - endingSinceNs_.load() < kLastBytesNs) return;
+  if (open_.load() > 0) {
+    if (options_.keepHeld && holding_.load() > 0) return;
+    const std::uint64_t sinceNs = std::max(endingSinceNs_.load(), lastBytesNs_.load());
+    if (monotonicNs() < sinceNs + Bundle::kLastBytesNs) return;
+  }
   gone_.store(true, std::memory_order_release);
   ring(watchEvent_.get());
+}
+
+void SocketWorkers::setHolding(Socket& socket, bool holding) {
+  if (std::exchange(socket.holding, holding) == holding) return;
+  if (holding) {
+    holding_.fetch_add(1);
+  } else {
+    holding_.fetch_sub(1);
+  }
 }
 
 void SocketWorkers::ended(Socket& socket, const Status& why, bool now) {
@@ -328,7 +340,10 @@ void SocketWorkers::wakeAt(Socket& socket, std::uint64_t missing) {
 }
 
 bool SocketWorkers::receiveOn(Worker& worker, Socket& socket) {
-  switch (socket.framed.receive(*sink_, kBudget)) {
+  const FramedSocket::Io io = socket.framed.receive(*sink_, kBudget);
+  if (ending()) lastBytesNs_.store(monotonicNs());  // before it is no longer counted as holding
+  setHolding(socket, io == FramedSocket::Io::Idle);
+  switch (io) {
     case FramedSocket::Io::Moved:
       socket.paused = false;
       return true;

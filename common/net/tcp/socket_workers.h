@@ -45,6 +45,7 @@ class SocketWorkers {
   void end(const Status& why, bool now);
   [[nodiscard]] bool gone() const { return gone_.load(std::memory_order_acquire); }
   [[nodiscard]] bool ending() const { return endingSinceNs_.load() != 0; }
+  [[nodiscard]] std::uint64_t endingSinceNs() const { return endingSinceNs_.load(); }
   [[nodiscard]] Status status() const;
   [[nodiscard]] int watchFd() const { return watchEvent_.get(); }
   [[nodiscard]] unsigned count() const { return dataSockets_; }
@@ -59,6 +60,7 @@ class SocketWorkers {
   void run(Worker& worker);
   bool sendOn(Socket& socket);
   bool receiveOn(Worker& worker, Socket& socket);
+  void setHolding(Socket& socket, bool holding);
   bool takeEvents(Worker& worker, int timeoutMs);
   static void wakeAt(Socket& socket, std::uint64_t missing);
   bool readLife();
@@ -80,8 +82,10 @@ class SocketWorkers {
   unsigned dataSockets_ = 0;
   std::size_t nextWake_ = 0;
   std::atomic<std::uint64_t> piecesSent_{0};
-  std::atomic<unsigned> open_{0};  ///< data sockets that may still bring something
+  std::atomic<unsigned> open_{0};     ///< data sockets that may still bring something
+  std::atomic<unsigned> holding_{0};  ///< of those, with a payload that has no place yet
   std::atomic<std::uint64_t> endingSinceNs_{0};
+  std::atomic<std::uint64_t> lastBytesNs_{0};  ///< something came when it was ending already
   std::atomic<bool> gone_{false};
   std::atomic<bool> stop_{false};
   mutable std::mutex statusMutex_;  ///< once in a bundle's life
