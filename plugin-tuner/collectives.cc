@@ -45,7 +45,10 @@ class Collective {
   /// This rank's block where all get the same, after the sends to the others: copied out for one of
   /// them and copied in both there and here.
   void ownBlockOfAll() {
-    if (ranks() == 1) return ownBlock();
+    // What goes directly from GPU to GPU passes no slots from which the own block could come.
+    if (ranks() == 1 || call_.comm().direct[static_cast<std::size_t>(after(1))]) {
+      return ownBlock();
+    }
     add(OpKind::Mirror, &out_, perRankOut_ ? rank() : 0, after(1));
   }
   /// The other ranks in the order in which rank r sends to r+1, r+2, …, and receives from r-1, r-2,

@@ -22,6 +22,7 @@ struct Where {
   std::uint64_t node = 0;  ///< what NCCL takes for one node
   std::uint64_t host = 0;  ///< equal where two processes can share memory
   std::uint64_t pid = 0;
+  std::uint64_t device = 0;  ///< the GPU, by its UUID; 0: not known
   char hostName[kHostBytes] = {};
   Tail root;  ///< where a communicator whose lowest rank it becomes agrees
 };
@@ -81,8 +82,30 @@ const char* transportBetween(const Where& a, const Where& b) {
   return wanted == "shm" ? nullptr : "tcp";
 }
 
+/// Two GPUs of a node, whose movers share memory. Whether they reach each other's memory, too, the
+/// movers find out; where they do not, what they move is staged.
+bool neighbours(const Where& a, const Where& b) {
+  return a.node == b.node && a.host == b.host && a.device != 0 && b.device != 0 &&
+         a.device != b.device && std::strcmp(transportBetween(a, b), "shm") == 0;
+}
+
 bool steerable(const Where& a, const Where& b) {
-  return a.node != b.node && transportBetween(a, b) != nullptr;
+  if (a.node == b.node) return neighbours(a, b);
+  return transportBetween(a, b) != nullptr;
+}
+
+/// The GPU of a communicator, as all processes of a machine know it; 0 if the driver does not tell.
+std::uint64_t deviceOf(ncclComm_t comm) {
+  int ordinal = 0;
+  CUdevice device = 0;
+  std::string uuid;
+  const Driver* driver = nullptr;
+  if (callReal(realNccl.ncclCommCuDevice, comm, &ordinal) != ncclSuccess || !Driver::load(&driver) ||
+      driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
+      !deviceUuid(driver, device, &uuid)) {
+    return 0;
+  }
+  return fnv(uuid);
 }
 
 }  // namespace
@@ -141,7 +164,7 @@ bool CommSetup::advance() {
           comm_->moverGeneration = mover_->segment().communicator(moverIndex_).generation.load();
         }
         comm_->mover = added_ ? mover_ : nullptr;
-        if (!added_) comm_->reason = "this rank has no peer on another node within reach";
+        if (!added_) comm_->reason = "this rank has no peer within reach";
         step_ = Step::Done;
         logInfo("communicator {:016x}: rank {} of {} is steered", comm_->id, comm_->rank,
                 comm_->ranks);
@@ -214,6 +237,7 @@ void CommSetup::tellWhere() {
   where.node = fnv(nodeKey());
   where.host = fnv(hostKey());
   where.pid = static_cast<std::uint64_t>(::getpid());
+  where.device = deviceOf(comm_->comm);
   setText(where.hostName, shortHostName());
   std::string veto = ownVeto();
   AgreementRoot& root = AgreementRoot::ofThisProcess();
@@ -252,12 +276,14 @@ void CommSetup::onWhere() {
                                    [](bool reaches) { return reaches; });
   if (!anyPair) {
     plain(ProcessCore::get().config().transport == "shm"
-              ? "no two ranks are on different nodes that the shm transport connects"
-              : "all ranks are on one node",
+              ? "no two ranks are on different GPUs or nodes that the shm transport connects"
+              : "all ranks are on one node, and not on different GPUs that share memory",
           LogLevel::Info);
     return;
   }
   const auto self = static_cast<std::size_t>(comm_->rank);
+  const bool p2p = ProcessCore::get().config().p2p != 0;
+  comm_->direct.assign(places.size(), false);
   bool own = false, otherHosts = false;
   reachable_.assign(places.size(), false);
   transports_.assign(places.size(), "");
@@ -267,6 +293,8 @@ void CommSetup::onWhere() {
     own = own || reachable_[i];
     otherHosts = otherHosts || (reachable_[i] && places[i].host != places[self].host);
     if (reachable_[i]) transports_[i] = transportBetween(places[self], places[i]);
+    comm_->direct[i] = p2p && i != self && neighbours(places[self], places[i]);
+    peers_[i].direct = comm_->direct[i] ? 1 : 0;
     peers_[i].pid = places[i].pid;
     std::memcpy(peers_[i].host, places[i].hostName, sizeof peers_[i].host);
   }

@@ -115,7 +115,9 @@ Status markId(ncclUniqueId* id, Tail* tail) {
 Status endOperations(SteeredComm& comm, const std::string& why) {
   comm.fail(Status::error(Code::Aborted, why));
   if (!comm.mover || comm.ended.exchange(true)) return {};
-  return comm.mover->endCommunicator(comm.moverIndex, OpKind::Abort);
+  const Status status = comm.mover->endCommunicator(comm.moverIndex, OpKind::Abort);
+  comm.countDirect();
+  return status;
 }
 
 /// Ends HOCCL's part of a communicator before NCCL's.
@@ -127,6 +129,7 @@ Status release(ncclComm_t handle, OpKind kind) {
   // First of all: a thread that waits for room in a call of this communicator gives up.
   const bool over = kind == OpKind::Abort ? comm->ended.exchange(true) : comm->ended.load();
   if (comm->mover && !over) status = comm->mover->endCommunicator(comm->moverIndex, kind);
+  comm->countDirect();
   comms.remove(handle);
   std::lock_guard lock(comm->setupMutex);
   comm->setup.reset();

@@ -29,31 +29,33 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   std::string text = "{\"communicators\":[";
   bool firstComm = true;
   ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
-    // By side: the two paths of HOCCL, then NCCL for whatever reason.
-    static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1);
-    std::uint64_t ops[3] = {}, bytes[3] = {};
+    comm.countDirect();
+    // By side: the three paths of HOCCL, then NCCL for whatever reason.
+    constexpr int kNccl = 3;
+    static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1 &&
+                  static_cast<int>(Path::Direct) == 2);
+    std::uint64_t ops[kNccl + 1] = {}, bytes[kNccl + 1] = {};
     std::string reasons;
     for (int p = 0; p < kPaths; ++p) {
-      const std::uint64_t n = comm.counters[p].ops.load(std::memory_order_relaxed);
-      const std::uint64_t b = comm.counters[p].bytes.load(std::memory_order_relaxed);
-      const int side = std::min(p, 2);
-      ops[side] += n;
-      bytes[side] += b;
-      if (side == 2 && n > 0) {
+      const SteeredComm::Moved moved = comm.moved(static_cast<Path>(p));
+      const int side = std::min(p, kNccl);
+      ops[side] += moved.ops;
+      bytes[side] += moved.bytes;
+      if (side == kNccl && moved.ops > 0) {
         reasons += fmt::format("{}\"{}\":{}", reasons.empty() ? "" : ",",
-                               pathName(static_cast<Path>(p)), n);
+                               pathName(static_cast<Path>(p)), moved.ops);
       }
     }
     text += fmt::format(
         "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":"
         "\"{}\",\"paths\":{{"
         "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"app-copies\":{{\"ops\":{},\"bytes\":{}}},"
-        "\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
+        "\"direct\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
         "{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
         comm.steering() ? "\"shm\"" : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
-        bytes[1], ops[2], bytes[2], reasons);
+        bytes[1], ops[2], bytes[2], ops[3], bytes[3], reasons);
     firstComm = false;
   });
   ProcessCore& core = ProcessCore::get();
@@ -74,13 +76,14 @@ std::size_t statsJson(char* out, std::size_t capacity) {
 
 void printStats() {
   ProcessCore::get().comms().forEach([](SteeredComm& comm) {
+    comm.countDirect();
     std::string line = fmt::format("hoccl stats: communicator {:016x} rank {} of {}:", comm.id,
                                    comm.rank, comm.ranks);
     for (int p = 0; p < kPaths; ++p) {
-      const std::uint64_t n = comm.counters[p].ops.load(std::memory_order_relaxed);
-      if (n == 0 && p != static_cast<int>(Path::Staged)) continue;
-      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), n,
-                          comm.counters[p].bytes.load(std::memory_order_relaxed));
+      const SteeredComm::Moved moved = comm.moved(static_cast<Path>(p));
+      if (moved.ops == 0 && p != static_cast<int>(Path::Staged)) continue;
+      line += fmt::format(" {} {} ops {} bytes;", pathName(static_cast<Path>(p)), moved.ops,
+                          moved.bytes);
     }
     if (!comm.reason.empty()) line += fmt::format(" plain NCCL because {}", comm.reason);
     std::fprintf(stderr, "%s\n", line.c_str());

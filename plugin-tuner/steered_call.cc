@@ -227,6 +227,8 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   d.generation = comm_->moverGeneration;
   d.peer = peer;
   d.bytes = bytes_;
+  const bool counted = !staged_ && peer != comm_->rank && kind != OpKind::Mirror;
+  if (counted) d.counted = std::exchange(countedOne_, true) ? 2 : 3;
   const auto index = static_cast<std::size_t>(peer);
   if (kind == OpKind::Mirror) {
     d.pairSequence = (comm_->collectiveSendSequence[index] - 1) | kCollectiveSequence;

@@ -76,6 +76,7 @@ class SteeredCall {
   std::array<StagingPool::Block*, 2> taken_{};  ///< until the launch knows them
   std::array<SpanSlot*, 2> pinned_{};           ///< the same
   bool staged_ = false;
+  bool countedOne_ = false;  ///< an operation stands for the call where direct copies are counted
 };
 
 }  // namespace hoccl

@@ -12,6 +12,8 @@ const char* pathName(Path path) {
       return "staged";
     case Path::AppCopies:
       return "app-copies";
+    case Path::Direct:
+      return "direct";
     case Path::NcclSmall:
       return "nccl-small";
     case Path::NcclUnsteered:
@@ -28,6 +30,32 @@ const char* pathName(Path path) {
 
 SteeredComm::SteeredComm() = default;
 SteeredComm::~SteeredComm() = default;
+
+void SteeredComm::countDirect() {
+  if (!mover) return;
+  const CommunicatorRecord& record = mover->segment().communicator(moverIndex);
+  if (record.generation.load() != moverGeneration) return;
+  PathCounters& counter = counters[static_cast<int>(Path::Direct)];
+  counter.ops.store(record.directCalls.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  counter.bytes.store(record.directBytes.load(std::memory_order_relaxed),
+                      std::memory_order_relaxed);
+}
+
+SteeredComm::Moved SteeredComm::moved(Path path) const {
+  auto get = [this](Path p) {
+    const PathCounters& counter = counters[static_cast<int>(p)];
+    return Moved{counter.ops.load(std::memory_order_relaxed),
+                 counter.bytes.load(std::memory_order_relaxed)};
+  };
+  Moved moved = get(path);
+  if (path == Path::Staged) {
+    const Moved direct = get(Path::Direct);
+    // Counted by different threads, the mover's number may be newer.
+    moved.ops -= std::min(moved.ops, direct.ops);
+    moved.bytes -= std::min(moved.bytes, direct.bytes);
+  }
+  return moved;
+}
 
 Status SteeredComm::health() {
   if (hasFailed.load(std::memory_order_acquire)) {
@@ -96,8 +124,9 @@ void CommTable::remove(ncclComm_t comm) {
       std::find_if(all_.begin(), all_.end(), [&](auto& c) { return c.get() == removed_.front(); });
   ++forgotten_.communicators;
   for (int i = 0; i < static_cast<int>(Path::kCount); ++i) {
-    forgotten_.ops[i] += (*oldest)->counters[i].ops.load(std::memory_order_relaxed);
-    forgotten_.bytes[i] += (*oldest)->counters[i].bytes.load(std::memory_order_relaxed);
+    const SteeredComm::Moved moved = (*oldest)->moved(static_cast<Path>(i));
+    forgotten_.ops[i] += moved.ops;
+    forgotten_.bytes[i] += moved.bytes;
   }
   all_.erase(oldest);
   removed_.pop_front();

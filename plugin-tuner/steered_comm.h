@@ -21,6 +21,7 @@ namespace hoccl {
 enum class Path : std::uint8_t {
   Staged,         ///< through the movers
   AppCopies,      ///< the same, by the application's copies to or from staging memory
+  Direct,         ///< from GPU to GPU; the mover counts these, of what was counted as Staged
   NcclSmall,      ///< under HOCCL_MIN_BYTES
   NcclUnsteered,  ///< the communicator is plain NCCL, for the reason it carries
   NcclPair,       ///< this pair of ranks cannot be reached by a transport
@@ -73,6 +74,7 @@ struct SteeredComm {
   /// By rank: whether all other ranks can be reached from there. The same on all ranks.
   std::vector<bool> reachesAll;
   bool allReachAll = false;
+  std::vector<bool> direct;  ///< by rank: a GPU of this node that may be copied to directly
   /// Numbers of the next operation with each peer: sends and receives, and shares in collectives.
   std::vector<std::uint64_t> sendSequence, recvSequence;
   std::vector<std::uint64_t> collectiveSendSequence, collectiveRecvSequence;
@@ -97,6 +99,13 @@ struct SteeredComm {
     add(counter.ops, 1);
     add(counter.bytes, bytes);
   }
+  struct Moved {
+    std::uint64_t ops, bytes;
+  };
+  /// What has gone that way.
+  [[nodiscard]] Moved moved(Path path) const;
+  /// Fetches what the mover counts; as long as `moverIndex` is this communicator's.
+  void countDirect();
   /// Why the communicator cannot be used any more; ok while it can.
   [[nodiscard]] Status health();
   void fail(const Status& status);

@@ -66,6 +66,8 @@ namespace hoccl {
   X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp", 1,                          \
     "how movers reach each other: shm on one host and tcp between hosts (auto), shm alone, so that "  \
     "nothing is steered between hosts, or tcp even on one host")                                    \
+  X(p2p, Flag, "HOCCL_P2P", "1", 0, 1, "", 1,                                                       \
+    "0 turns direct copies between the GPUs of a node off: they go through pinned host memory")      \
   X(socketIfname, Text, "HOCCL_SOCKET_IFNAME", "", 0, 0, "", 0,                                     \
     "network interfaces for tcp, by the rules of NCCL_SOCKET_IFNAME (prefixes; = exact, ^ all but); "  \
     "default: NCCL_SOCKET_IFNAME")                                                                  \

@@ -89,6 +89,7 @@ namespace hoccl {
   X(cuMemcpyHtoD, cuMemcpyHtoD_v2)                                        \
   X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2)                              \
   X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2)                              \
+  X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2)                              \
   X(cuMemsetD8, cuMemsetD8_v2)                                            \
   X(cuModuleLoadData, cuModuleLoadData)                                   \
   X(cuModuleGetFunction, cuModuleGetFunction)                             \

@@ -21,11 +21,9 @@ class StreamLane final : public Lane {
     HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemAlloc(&device, kPrimeBytes)));
     Status status = HOCCL_CU(driver_, cuMemHostAlloc(&host, kPrimeBytes, 0));
     if (status) {
-      LaneJob job{.device = device,
-                  .host = static_cast<std::byte*>(host),
-                  .bytes = kPrimeBytes,
-                  .writes = {}};
-      status = submit(job);
+      status = direction_ == LaneDirection::ToDevice
+                   ? HOCCL_CU(driver_, cuMemcpyHtoDAsync(device, host, kPrimeBytes, stream_))
+                   : HOCCL_CU(driver_, cuMemcpyDtoHAsync(host, device, kPrimeBytes, stream_));
       if (status) status = HOCCL_CU(driver_, cuStreamSynchronize(stream_));
       driver_->cuMemFreeHost(host);
     }
@@ -36,7 +34,10 @@ class StreamLane final : public Lane {
   void useScratch(CUdeviceptr scratch) override { scratch_ = scratch; }
 
   Status submit(const LaneJob& job) override {
-    if (job.staging) {
+    if (direction_ == LaneDirection::ToPeer) {
+      HOCCL_RETURN_IF_ERROR(
+          HOCCL_CU(driver_, cuMemcpyDtoDAsync(job.peer, job.device, job.bytes, stream_)));
+    } else if (job.staging) {
       const bool out = direction_ == LaneDirection::ToHost;
       HOCCL_RETURN_IF_ERROR(HOCCL_CU(
           driver_, cuMemcpyHtoDAsync(scratch_, out ? job.staging : job.host, job.bytes, stream_)));

@@ -24,6 +24,13 @@ enum class MessageType : std::uint32_t {
   Ready = 1,   ///< receiver to sender: the receive is started; `bytes` is what it expects
   Chunk = 2,   ///< sender to receiver: [offset, offset+length) comes in `slot`
   Failed = 3,  ///< either way: the pair ends here; `reason` says why
+  // Direct copies between GPUs of a node (docs/direct.md), where slots are shared.
+  Direct = 4,  ///< sender to receiver: the bytes come straight into the receiver's buffer; the flags
+               ///< of `slot` say when, as if they came in there
+  Handle = 5,  ///< receiver to sender: part `slot` of how an allocation is mapped (HandlePart)
+  Forget = 6,  ///< receiver to sender: unmap allocation `turn`, and forget its handle
+  Forgotten = 7,  ///< the answer, once it is unmapped
+  Settled = 8,    ///< the answer to Failed: no copy of that pair that is not announced will be made
 };
 
 enum class FailReason : std::uint32_t {
@@ -40,11 +47,24 @@ struct Message {
   std::int32_t source, destination;  ///< ranks of the pair, in the direction of the data
   std::uint64_t pairSequence;
   std::uint64_t bytes;   ///< of the whole operation
-  std::uint64_t offset;  ///< Chunk: where it starts
+  std::uint64_t offset;  ///< Chunk: where it starts; Ready: where in allocation `turn`
   std::uint64_t length;  ///< Chunk: how long it is
-  std::uint64_t turn;    ///< Chunk: the value of the slot's flags for this use
+  /// Chunk, Direct: the value of the slot's flags for this use. Ready: the allocation that the
+  /// sender may copy into, of which Handle messages have told it; 0: none.
+  std::uint64_t turn;
 };
 static_assert(sizeof(Message) == kCacheLine);
+
+/// A Handle message. The parts of an allocation follow each other.
+struct HandlePart {
+  static constexpr std::uint32_t kParts = 2;
+  static constexpr std::size_t kBytes = 48;
+  MessageType type;
+  std::uint32_t part;  ///< Message::slot
+  std::uint64_t allocation;
+  unsigned char bytes[kBytes];
+};
+static_assert(sizeof(HandlePart) == sizeof(Message));
 
 /// One staging slot as this side sees it. Flags carry the slot's turn, which counts its uses.
 ///   out: a copy engine fills `data` and then sets `ready`; `credit` shows when it may be used again.

@@ -82,12 +82,24 @@ const Import* ImportKeeper::waitedFor(std::uint64_t nowNs) const {
 void ImportKeeper::describe(const Import* import, const std::string& text) {
   for (PendingDrop& drop : drops_) {
     if (drop.describeAtNs == 0 || left(drop) != import) continue;
-    drop.describeAtNs = 0;
-    DropSlot& slot = segment_.header().drops[drop.slot];
-    const std::size_t length = std::min(text.size(), sizeof slot.pending - 1);
-    std::memcpy(slot.pending, text.data(), length);
-    slot.pending[length] = 0;
-    slot.described.store(drop.sequence, std::memory_order_release);
+    describe(drop, text);
+  }
+}
+
+void ImportKeeper::describe(PendingDrop& drop, const std::string& text) {
+  drop.describeAtNs = 0;
+  DropSlot& slot = segment_.header().drops[drop.slot];
+  const std::size_t length = std::min(text.size(), sizeof slot.pending - 1);
+  std::memcpy(slot.pending, text.data(), length);
+  slot.pending[length] = 0;
+  slot.described.store(drop.sequence, std::memory_order_release);
+}
+
+void ImportKeeper::describeHeld(std::uint64_t nowNs) {
+  if (holds_.empty()) return;
+  for (PendingDrop& drop : drops_) {
+    if (drop.describeAtNs == 0 || nowNs < drop.describeAtNs || !held(drop)) continue;
+    describe(drop, "the mover of another GPU of the node, which copies into it, has it mapped");
   }
 }
 
@@ -119,8 +131,11 @@ void ImportKeeper::answerDrops() {
     // An import taken out before the drop came may still be mapped: its unmap has to be over as
     // well.
     const bool out = left(drop) == nullptr;
-    if (out && drop.until == kNotYet) drop.until = unmapsAsked_;
-    if (!out || unmapsDone_ < drop.until) {
+    if (out && drop.until == kNotYet) {
+      drop.until = unmapsAsked_;
+      drop.heldUntil = lastHold_;
+    }
+    if (!out || unmapsDone_ < drop.until || held(drop)) {
       ++i;
       continue;
     }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,8 @@ class ImportKeeper {
   void drop(const OpDescriptor& descriptor);
   /// An import that a drop has been waiting for long enough for somebody to ask why; null: none.
   [[nodiscard]] const Import* waitedFor(std::uint64_t nowNs) const;
+  /// As `describe`, of drops that wait only for peers.
+  void describeHeld(std::uint64_t nowNs);
   /// Why it is still there, for those who stop waiting. Once for each drop.
   void describe(const Import* import, const std::string& text);
 
@@ -43,6 +46,18 @@ class ImportKeeper {
   /// The next address to unmap, and what is there; false when there is none, and then drops that
   /// waited for an import have gone on.
   bool nextUnmap(CUdeviceptr* address, BufferRef* which);
+  /// A peer maps the allocation that nextUnmap has just given out, too: drops of it wait until
+  /// `unhold` of that ticket.
+  std::uint64_t hold() {
+    holds_.insert(++lastHold_);
+    return lastHold_;
+  }
+  void unhold(std::uint64_t ticket) {
+    holds_.erase(ticket);
+    work_ = work_ || !drops_.empty();
+  }
+  /// Takes back the last ticket, which nobody needed.
+  void unholdLast() { holds_.erase(lastHold_--); }
   /// The oldest of those given out, which was that allocation, is unmapped.
   void unmapped(std::uint64_t allocation);
   /// Something waits for pins, of whose end nothing tells: to be looked at again from time to time.
@@ -65,8 +80,13 @@ class ImportKeeper {
     /// Once everything of it is out of the cache: the unmap that has to be done, the last one given
     /// out.
     std::uint64_t until = kNotYet;
+    std::uint64_t heldUntil = 0;  ///< and of the peers' holds the last one given out
   };
   void answerDrops();
+  void describe(PendingDrop& drop, const std::string& text);
+  [[nodiscard]] bool held(const PendingDrop& drop) const {
+    return drop.until != kNotYet && !holds_.empty() && *holds_.begin() <= drop.heldUntil;
+  }
   /// What has to be out of the cache first and is not; null: nothing.
   [[nodiscard]] const Import* left(const PendingDrop& drop) const;
 
@@ -76,6 +96,8 @@ class ImportKeeper {
   bool work_ = false;
   bool waitsForPins_ = false;
   std::uint64_t unmapsAsked_ = 0, unmapsDone_ = 0;
+  std::set<std::uint64_t> holds_;
+  std::uint64_t lastHold_ = 0;
   std::uint64_t idleNs_;
   std::uint64_t sweepAtNs_ = 0;
   std::uint64_t sweptAt_ = 0;  ///< the cache's clock at the last sweep

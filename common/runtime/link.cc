@@ -30,7 +30,7 @@ struct ChunkRules {
     return !c.link->shared_ && c.place.ready->reached(c.turn);
   }
   static void countCopied(Chunk& c) {
-    --c.link->owner_->outLanes().inFlight;
+    --(c.direct ? c.link->owner_->peerLanes() : c.link->owner_->outLanes()).inFlight;
     --c.link->outCopying_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
@@ -53,8 +53,19 @@ struct ChunkRules {
   }
 
   // In-slots, and mirror slots.
+  static bool landed(const Chunk& c) {
+    return c.op && c.direct && c.place.ready->reached(c.turn);
+  }
+  static void takeLanded(Chunk& c) {
+    c.place.credit->set(c.turn);
+    --c.link->inBusy_;
+    --c.link->incoming_;
+    Op* op = std::exchange(c.op, nullptr);
+    c.link->owner_->movesDirectly(*op);
+    c.link->owner_->copyEnded(*op, c.length);
+  }
   static bool mayCopyIn(const Chunk& c) {
-    return c.op && c.place.ready->reached(c.turn) && c.link->owner_->inLanes().room();
+    return c.op && !c.direct && c.place.ready->reached(c.turn) && c.link->owner_->inLanes().room();
   }
   static void copyIn(Chunk& c) {
     Link& link = *c.link;
@@ -103,6 +114,7 @@ constexpr Rule kOutRules[] = {
 };
 
 constexpr Rule kInRules[] = {
+    {ChunkState::Announced, ChunkState::Idle, ChunkRules::landed, ChunkRules::takeLanded},
     {ChunkState::Announced, ChunkState::Copying, ChunkRules::mayCopyIn, ChunkRules::copyIn},
     {ChunkState::Announced, ChunkState::Idle, ChunkRules::unwanted, ChunkRules::giveBack},
     {ChunkState::Copying, ChunkState::Idle, ChunkRules::copiedIn, ChunkRules::countCopiedIn},
@@ -191,7 +203,9 @@ void Link::forget(Op* op) {
   std::erase(sends_, op);
   for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
     for (Chunk& chunk : *chunks) {
-      if (chunk.op == op && chunk.state == ChunkState::Announced) chunk.op = nullptr;
+      // A direct copy is under way, and has to have ended before the operation does.
+      if (chunk.op == op && chunk.state == ChunkState::Announced && !chunk.direct)
+        chunk.op = nullptr;
     }
   }
 }
@@ -201,22 +215,30 @@ bool Link::announce(const Message& message) {
   Chunk& chunk = in_[message.slot];
   // The sender reuses a slot on seeing the credit, which this side may not have looked at yet.
   if (chunk.state == ChunkState::Copying) advance(kInRules, chunk);
-  if (chunk.state != ChunkState::Idle || message.length > connection_->staging().slotBytes ||
-      message.turn <= chunk.turn) {
-    return false;
-  }
+  if (chunk.state != ChunkState::Idle || message.turn <= chunk.turn) return false;
+  const bool direct = message.type == MessageType::Direct;
+  if (direct && (!shared_ || message.offset != 0 || message.length != message.bytes)) return false;
+  if (!direct && message.length > connection_->staging().slotBytes) return false;
   if (message.offset > message.bytes || message.length > message.bytes - message.offset)
     return false;
   chunk.turn = message.turn;
   chunk.offset = message.offset;
   chunk.length = message.length;
   chunk.announcement = message;
+  chunk.direct = direct;
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
     case Claim::Ready:
+      if (direct) {
+        if (!chunk.op->offered) return false;
+        ++chunk.op->copiesInFlight;
+        ++incoming_;
+      }
+      chunk.op->offered = false;
       chunk.op->announced += message.length;
       break;
     case Claim::Early:
+      if (direct) return false;
       chunk.op = nullptr;
       chunk.early = true;
       ++early_;
@@ -244,22 +266,48 @@ void Link::mirrorChunk(const Chunk& out, Op* mirror) {
   announced_.push_back(&chunk);
 }
 
-/// The next chunk of the next send in turn: claims a slot, announces it, submits the copy.
-bool Link::claimOut() {
-  SharedLanes& lanes = owner_->outLanes();
-  if (sends_.empty() || freeOut_.empty() || !lanes.room() || !backlog_.empty()) return false;
-  std::size_t tried = 0;
-  for (; tried < sends_.size(); ++tried, ++nextSend_) {
+/// Turns to the next send that may have a chunk now; false: none.
+bool Link::nextToMove() {
+  const bool out = owner_->outLanes().room(), peer = owner_->peerLanes().room();
+  if (!out && !peer) return false;
+  for (std::size_t tried = 0; tried < sends_.size(); ++tried, ++nextSend_) {
     if (nextSend_ >= sends_.size()) nextSend_ = 0;
-    if (sends_[nextSend_]->matched || eager_ < eagerLimit_) break;
+    const Op& op = *sends_[nextSend_];
+    if (op.route == Op::Route::Direct) {
+      if (peer) return true;
+    } else if (out && (op.matched || eager_ < eagerLimit_)) {
+      return true;
+    }
   }
-  if (tried == sends_.size()) return false;
+  return false;
+}
+
+LaneJob Link::jobOf(const Chunk& chunk, Op& op) {
+  LaneJob job;
+  userSide(op, chunk.offset, &job);
+  if (chunk.direct) {
+    job.peer = op.targetAddress;
+  } else {
+    job.host = chunk.place.data;
+  }
+  job.bytes = chunk.length;
+  if (chunk.length == op.descriptor.bytes) job.writes[0] = owner_->finishWrite(op);  // see copyIn
+  job.writes[1] = {registration_.deviceAddress(*chunk.place.ready), chunk.turn};
+  return job;
+}
+
+/// The next chunk of the next send in turn, or all of it by a direct copy: claims a slot, announces
+/// it, submits the copy.
+bool Link::claimOut() {
+  if (sends_.empty() || freeOut_.empty() || !backlog_.empty() || !nextToMove()) return false;
   Op& op = *sends_[nextSend_];
   Chunk& chunk = out_[freeOut_.back()];
+  chunk.direct = op.route == Op::Route::Direct;
   chunk.offset = op.issued;
-  chunk.length = chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
+  chunk.length = chunk.direct ? op.descriptor.bytes
+                              : chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
   Message message{};
-  message.type = MessageType::Chunk;
+  message.type = chunk.direct ? MessageType::Direct : MessageType::Chunk;
   owner_->address(op, &message);
   message.slot = chunk.slot;
   message.offset = chunk.offset;
@@ -277,17 +325,14 @@ bool Link::claimOut() {
   ++outCopying_;
   op.issued += chunk.length;
   ++op.copiesInFlight;
-  LaneJob job;
-  userSide(op, chunk.offset, &job);
-  job.host = chunk.place.data;
-  job.bytes = chunk.length;
-  if (chunk.length == op.descriptor.bytes) job.writes[0] = owner_->finishWrite(op);  // see copyIn
-  job.writes[1] = {registration_.deviceAddress(*chunk.place.ready), chunk.turn};
+  if (chunk.direct) owner_->movesDirectly(op);
+  const LaneJob job = jobOf(chunk, op);
   if (op.issued == op.descriptor.bytes) {
     sends_.erase(sends_.begin() + static_cast<std::ptrdiff_t>(nextSend_));
   } else {
     ++nextSend_;
   }
+  SharedLanes& lanes = chunk.direct ? owner_->peerLanes() : owner_->outLanes();
   if (Status status = lanes.submit(job); !status) {
     // Announced, but never filled: `ready` must not show, or the receiver would take it for the
     // bytes.
@@ -329,14 +374,20 @@ bool Link::progress() {
 void Link::abandonPeer(std::vector<Op*>* torn) {
   if (std::exchange(peerAbandoned_, true) || !connection_) return;
   backlog_.clear();
+  std::vector<Op*> tornDirect;
   for (Chunk& chunk : in_) {
     if (chunk.state != ChunkState::Announced ||
         connection_->staging().in[chunk.slot].ready->reached(chunk.turn)) {
       continue;
     }
-    if (chunk.op) torn->push_back(chunk.op);
+    if (chunk.op && !chunk.op->failed) torn->push_back(chunk.op);
     if (std::exchange(chunk.early, false)) --early_;
+    if (!chunk.direct || !chunk.op) continue;
+    // The copy has ended with the peer. It leaves the slot to `unwanted`.
+    --incoming_;
+    tornDirect.push_back(std::exchange(chunk.op, nullptr));
   }
+  for (Op* op : tornDirect) owner_->copyEnded(*op, 0);
 }
 
 bool Link::drained() const {

@@ -9,6 +9,7 @@
 #include "common/gpu/lane.h"
 #include "common/net/transport.h"
 #include "common/runtime/op.h"
+#include "common/runtime/peer_imports.h"
 
 namespace hoccl {
 
@@ -24,6 +25,10 @@ enum class ChunkState : std::uint8_t {
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
 };
 
+// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other, and
+// at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's buffer.
+
+
 struct Chunk {
   ChunkState state = ChunkState::Idle;
   std::uint32_t slot = 0;
@@ -33,7 +38,8 @@ struct Chunk {
   std::uint64_t length = 0;
   Op* op = nullptr;
   Link* link = nullptr;
-  bool eager = false;  ///< out: sent before the receiver was ready
+  bool direct = false;  ///< the bytes do not come through the slot
+  bool eager = false;   ///< out: sent before the receiver was ready
   /// In: no receive is ready for it yet, so the slot keeps the bytes. With neither `op` nor `early`
   /// nobody wants them any more.
   bool early = false;
@@ -75,13 +81,16 @@ class LinkOwner {
   virtual ~LinkOwner() = default;
   virtual SharedLanes& outLanes() = 0;
   virtual SharedLanes& inLanes() = 0;
+  virtual SharedLanes& peerLanes() = 0;
   /// Where `op`'s only copy may write the end of the operation by itself; address 0 if it may not.
   virtual FlagWrite finishWrite(const Op& op) = 0;
   /// Fills in which communicator and pair a message of `op` belongs to.
   virtual void address(const Op& op, Message* message) = 0;
   /// A copy of `op` has ended (or its submission failed).
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
-  /// The receive a Chunk message belongs to.
+  /// All of `op` goes, or has come, by a direct copy. Before anybody else can see it.
+  virtual void movesDirectly(const Op& op) = 0;
+  /// The receive a Chunk or Direct message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;
   /// A driver call failed: nothing can be moved any more.
   virtual void fatal(const Status& status) = 0;
@@ -92,7 +101,8 @@ class Link {
  public:
   static constexpr std::int32_t kAnyRank = -1;
 
-  Link(LinkOwner* owner, const PeerId& peer) : owner_(owner), peer_(peer) {}
+  Link(LinkOwner* owner, const PeerId& peer, std::size_t importCapacity = 0)
+      : owner_(owner), peer_(peer), imports_(importCapacity) {}
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -104,6 +114,11 @@ class Link {
   /// Queues a message; kept here while the connection has no room.
   void send(const Message& message);
   [[nodiscard]] bool receive(Message* message) { return connection_->tryReceive(message); }
+
+  /// What the peer has told of its memory, and what of it is mapped here for direct copies.
+  [[nodiscard]] PeerImports& imports() { return imports_; }
+  /// What the peer has been told of this side's.
+  [[nodiscard]] ToldPeer& told() { return told_; }
 
   /// A send that may move: its chunks go out in turn with those of others, and each comes in to its
   /// mirror, if it has one, as it comes in to the peer. Until the receiver is
@@ -119,7 +134,7 @@ class Link {
   void dropEarly(std::uint64_t communicator, std::int32_t source = kAnyRank);
   /// No further chunk of `op`; copies in flight still end by themselves.
   void forget(Op* op);
-  /// The peer announced a chunk. False: the message contradicts the slot's state.
+  /// The peer announced a chunk or a direct copy. False: the message contradicts the slot's state.
   [[nodiscard]] bool announce(const Message& message);
 
   /// Everything that can move now. Returns whether anything did.
@@ -135,6 +150,8 @@ class Link {
   [[nodiscard]] bool drained() const;
   /// Copies on this side's lanes that touch this link's slots.
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
+  /// The peer's direct copies that are under way.
+  [[nodiscard]] bool incoming() const { return incoming_ > 0; }
   /// There are such copies, or bytes here that somebody is still to have.
   [[nodiscard]] bool needed() const { return outCopying_ + inBusy_ > 0; }
   [[nodiscard]] bool holdsEarly() const { return early_ > 0; }
@@ -153,7 +170,9 @@ class Link {
 
  private:
   friend struct ChunkRules;
+  bool nextToMove();
   bool claimOut();
+  LaneJob jobOf(const Chunk& chunk, Op& op);
   void mirrorChunk(const Chunk& out, Op* mirror);
   bool flushMessages();
 
@@ -174,9 +193,12 @@ class Link {
   std::vector<Message> backlog_;            ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;  ///< mirror slots count as in-slots, here and below
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
+  std::uint32_t incoming_ = 0;    ///< in-slots of direct copies
   std::uint32_t outSending_ = 0;  ///< out-slots whose write the connection has not taken
   std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;
+  PeerImports imports_;
+  ToldPeer told_;
   std::uint32_t early_ = 0;  ///< in-slots that wait for their receive
 };
 

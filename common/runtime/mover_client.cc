@@ -313,7 +313,7 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
   record.errorCode.store(0);
   record.generation.fetch_add(1);
   for (auto* counter : {&record.sentBytes, &record.sentOps, &record.receivedBytes,
-                        &record.receivedOps}) {
+                        &record.receivedOps, &record.directCalls, &record.directBytes}) {
     counter->store(0);
   }
   SharedMemory table;

@@ -139,9 +139,14 @@ void MoverControl::unmap(const ControlRequest& request) {
     case BufferKind::Staging:  // stays for good
       break;
   }
-  if (!status) logWarn("memory of the application stays mapped: {}", status.message());
+  if (!status) {
+    logWarn("memory of {} stays mapped: {}", request.serial ? "a peer" : "the application",
+            status.message());
+  }
   LoopEvent unmapped;
   unmapped.kind = LoopEvent::Kind::Unmapped;
+  unmapped.peer = request.peer;
+  unmapped.serial = request.serial;
   unmapped.allocation = request.buffer.allocationId;
   post(std::move(unmapped));
 }
@@ -150,6 +155,8 @@ void MoverControl::import(const ControlRequest& request) {
   LoopEvent event;
   event.kind = LoopEvent::Kind::Imported;
   event.allocation = request.buffer.allocationId;
+  event.peer = request.peer;
+  event.serial = request.serial;
   if (request.buffer.kind == BufferKind::Span) {
     // One that is mapped is in the loop's cache since then.
     event.status = Status::error(
@@ -178,8 +185,9 @@ void MoverControl::import(const ControlRequest& request) {
       driver_, cuIpcOpenMemHandle(&event.address, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
   if (!event.status) {
     event.status = event.status.inContext(
-        fmt::format("the mover cannot map the application's allocation at {:#x} ({} bytes)",
-                    request.buffer.allocationBase, request.buffer.allocationBytes));
+        fmt::format("the mover cannot map {}'s allocation at {:#x} ({} bytes)",
+                    request.serial ? "a peer" : "the application", request.buffer.allocationBase,
+                    request.buffer.allocationBytes));
   }
   post(std::move(event));
 }
@@ -429,8 +437,9 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   event.communicator->id = request.id;
   event.communicator->rank = request.rank;
   for (std::uint64_t i = 0; i < request.ranks; ++i) {
-    event.communicator->peers.push_back(
-        {records[i].mover, getText(records[i].address), getText(records[i].host), records[i].pid});
+    event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
+                                         getText(records[i].host), records[i].pid,
+                                         records[i].direct != 0});
   }
   post(std::move(event));
   return {};

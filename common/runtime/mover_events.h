@@ -22,6 +22,7 @@ struct PeerInfo {
   std::string address;   ///< of its transport
   std::string host;      ///< for messages
   std::uint64_t pid = 0;
+  bool direct = false;  ///< copies may go straight from GPU to GPU
 };
 
 /// A communicator as the mover knows it.
@@ -51,6 +52,7 @@ struct LoopEvent {
   std::unique_ptr<Connection> connection;
   HostRegistration registration;
   std::uint64_t allocation = 0;  ///< Imported, Unmapped
+  std::uint64_t serial = 0;      ///< the same of a peer's memory: PeerImport::serial, and `peer`
   BufferRef buffer{};            ///< SpanAdded
   CUdeviceptr address = 0;  ///< Imported, SpanAdded: of the buffer; Scratch: of the lanes' memory
   Status status;
@@ -64,6 +66,7 @@ struct ControlRequest {
   std::string address;
   BufferRef buffer{};
   CUdeviceptr mapped = 0;
+  std::uint64_t serial = 0;  ///< Import, Unmap of a peer's memory: PeerImport::serial
   std::unique_ptr<Connection> connection;
   HostRegistration registration;
 };

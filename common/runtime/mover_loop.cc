@@ -36,10 +36,12 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
       slotBytes_(config.slotBytes),
       launches_(d.segment.launchSlots()),
       communicators_(kMaxCommunicators),
-      imports_(d.segment, config.importCache, config.importIdleMs * 1'000'000) {
+      imports_(d.segment, config.importCache, config.importIdleMs * 1'000'000),
+      importCapacity_(config.importCache) {
   out_.lanes = std::move(d.out);
   in_.lanes = std::move(d.in);
-  out_.depth = in_.depth = static_cast<std::uint32_t>(config.laneDepth);
+  peer_.lanes = std::move(d.peer);
+  out_.depth = in_.depth = peer_.depth = static_cast<std::uint32_t>(config.laneDepth);
   starting_.reserve(launches_.size());
 }
 
@@ -55,6 +57,7 @@ void MoverLoop::run() {
     if (!closable_.empty()) acknowledgeCloses();
     if (!dying_.empty() || abandoned_) takeLeave();
     if (imports_.work()) unmapImports();
+    if (unsettled_ > 0) settleOverdue();
     if (stopping_) tryStop();
     rest(moved);
   }
@@ -102,6 +105,10 @@ bool MoverLoop::takeEvents() {
         peerGone(event.peer, event.status.message());
         break;
       case LoopEvent::Kind::Imported: {
+        if (event.serial != 0) {
+          targetImported(event);
+          break;
+        }
         Import* import = imports_.find(event.allocation);
         if (!import) break;
         import->address = event.status ? event.address : 0;
@@ -127,6 +134,11 @@ bool MoverLoop::takeEvents() {
         segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
         break;
       case LoopEvent::Kind::Unmapped:
+        if (event.serial != 0) {
+          const auto link = links_.find(event.peer);
+          if (link != links_.end()) link->second->imports().unmapped(event.serial);
+          break;
+        }
         imports_.unmapped(event.allocation);
         break;
       case LoopEvent::Kind::Scratch:
@@ -183,6 +195,7 @@ bool MoverLoop::progressLinks() {
       any = true;
       onMessage(*link, message);
     }
+    if (link->imports().work()) tendTargets(*link);
     any |= link->progress();
     if (link->connection()->peerGone() && !link->leaving()) {
       peerGone(peer, link->connection()->goneReason());
@@ -204,8 +217,10 @@ void MoverLoop::rest(bool moved) {
   while (const Import* import = imports_.waitedFor(now)) {
     imports_.describe(import, describeUsers(import));
   }
+  imports_.describeHeld(now);
   if (imports_.work()) return;
-  const bool copying = out_.inFlight + in_.inFlight > 0;
+  bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
+  for (auto& [peer, link] : links_) copying = copying || link->incoming();
   if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) {
     relaxCpu();
     return;
@@ -214,7 +229,9 @@ void MoverLoop::rest(bool moved) {
   if (imports_.waitsForPins()) imports_.settled();  // in the next round
   bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() ||
                 !dying_.empty() || leaving_ || stopping_;
-  for (auto& [peer, link] : links_) active = active || link->active();
+  for (auto& [peer, link] : links_) {
+    active = active || link->active() || link->told().waits();
+  }
   // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
   // call, and a nap ends by itself.
   bool sleep = !active && now - lastProgressNs_ > kDrowsyNs;
@@ -251,7 +268,7 @@ void MoverLoop::rest(bool moved) {
 void MoverLoop::tryStop() {
   // Without shared slots what has been copied out still has to reach the peer.
   const bool quiet =
-      out_.inFlight + in_.inFlight == 0 &&
+      out_.inFlight + in_.inFlight + peer_.inFlight == 0 &&
       std::all_of(links_.begin(), links_.end(), [](const auto& e) { return e.second->drained(); });
   if (quiet || monotonicNs() > stopDeadlineNs_) stopped_ = true;
 }
@@ -377,6 +394,7 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
       return;
     }
   }
+  if (op->send() && inReach(*op)) op->waiting |= Op::kForRoute;
   if (!mapBuffer(op)) return;
   if (op->link->up()) op->waiting &= ~Op::kForLink;
   if (entry->peerReady) match(op, *entry);
@@ -405,6 +423,11 @@ void MoverLoop::admitMirror(Op* op, Communicator::Pair& pair) {
                     "copy ({})",
                     d.bytes, describePeer(communicator, d.peer), describeSequence(d.pairSequence)));
     return;
+  }
+  // The mirror takes its bytes from the slots.
+  if (send->route == Op::Route::Direct) {
+    releaseTarget(send);
+    send->waiting &= ~Op::kForRoute;
   }
   op->link = send->link;
   op->partner = send;
@@ -443,6 +466,7 @@ bool MoverLoop::mapBuffer(Op* op) {
 void MoverLoop::match(Op* op, const PairWindow::Entry& entry) {
   if (entry.peerBytes == op->descriptor.bytes) {
     op->matched = true;
+    if (op->waiting & Op::kForRoute) decideRoute(op, entry);
     return;
   }
   mismatch(*op->communicator, op->link, op->descriptor.peer, op->descriptor.pairSequence, true,
@@ -466,6 +490,7 @@ void MoverLoop::activate(Op* op) {
   Message message{};
   message.type = MessageType::Ready;
   address(*op, &message);
+  offer(op, &message);
   op->link->send(message);
   op->link->startReceive(op);
 }
@@ -500,6 +525,11 @@ void MoverLoop::failOp(Op* op) {
   if (op->failed) return;
   op->failed = true;
   if (op->link) op->link->forget(op);
+  if (awaitsPeer(*op)) {
+    noteUnsettled();
+    return;
+  }
+  op->offered = false;
   if (op->copiesInFlight == 0) finishOp(op);
 }
 
@@ -518,6 +548,7 @@ void MoverLoop::finishOp(Op* op) {
 /// Ends an operation that is in no window.
 void MoverLoop::finishOutOfSequence(Op* op) {
   Communicator& communicator = *op->communicator;
+  if (op->target) releaseTarget(op);
   if (op->import) {
     if (op->import->state == Import::State::Pending) {
       for (Op** at = &op->import->waiters; *at; at = &(*at)->next) {

@@ -25,6 +25,7 @@ struct Communicator {
   struct Pair {
     PairWindows sends, receives;
     bool dead = false;
+    bool quiet = false;  ///< failed: no direct copy that is not announced will come from there
     std::string why;
   };
   CommunicatorInfo info;
@@ -49,7 +50,7 @@ class MoverLoop final : public LinkOwner {
     Segment segment;
     HostRegistration* segmentRegistration = nullptr;
     MoverQueues* queues = nullptr;
-    std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in;
+    std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in, peer;
   };
   MoverLoop(Dependencies dependencies, const Config& config);
   ~MoverLoop() override;
@@ -61,6 +62,8 @@ class MoverLoop final : public LinkOwner {
   // LinkOwner.
   SharedLanes& outLanes() override { return out_; }
   SharedLanes& inLanes() override { return in_; }
+  SharedLanes& peerLanes() override { return peer_; }
+  void movesDirectly(const Op& op) override;
   FlagWrite finishWrite(const Op& op) override;
   void address(const Op& op, Message* message) override;
   void copyEnded(Op& op, std::uint64_t bytes) override;
@@ -96,7 +99,7 @@ class MoverLoop final : public LinkOwner {
   Communicator* byId(std::uint64_t id);
   void onMessage(Link& link, const Message& message);
   void onReady(Link& link, const Message& message);
-  void onFailed(const Message& message);
+  void onFailed(Link& link, const Message& message);
   Link* linkTo(const PeerInfo& peer);
   void linkUp(LoopEvent& event);
   void peerGone(const PeerId& peer, const std::string& why);
@@ -108,6 +111,22 @@ class MoverLoop final : public LinkOwner {
   static void tellPeer(Communicator& communicator, std::size_t rank, Link& link, FailReason reason);
   std::string describePeer(const Communicator& communicator, std::int32_t peer) const;
 
+  // Direct copies within the node.
+  [[nodiscard]] bool inReach(const Op& op) const;
+  void offer(Op* op, Message* ready);
+  void decideRoute(Op* op, const PairWindow::Entry& entry);
+  void targetImported(const LoopEvent& event);
+  void unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial);
+  void releaseTarget(Op* op);
+  void tendTargets(Link& link);
+  void takeBack(std::uint64_t allocation);
+  void onForgotten(Link& link, const Message& message);
+  void releaseHolds(Link& link);
+  [[nodiscard]] bool awaitsPeer(const Op& op) const;
+  void noteUnsettled();
+  void settle(Communicator& communicator, std::int32_t peer);
+  void settleOverdue();
+
   void request(ControlRequest request);
   void unmapImports();
   std::string describeUsers(const Import* import) const;
@@ -115,7 +134,7 @@ class MoverLoop final : public LinkOwner {
   Segment segment_;
   HostRegistration* segmentRegistration_;
   MoverQueues* queues_;
-  SharedLanes out_, in_;
+  SharedLanes out_, in_, peer_;
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
   std::uint64_t slotBytes_;  ///< of any staging slot, and so of the largest copy
 
@@ -133,7 +152,11 @@ class MoverLoop final : public LinkOwner {
   std::vector<Dying> dying_;  ///< peers that went, until what they sent before has been taken
   ImportKeeper imports_;
   std::vector<ControlRequest> requests_;  ///< those the queue had no room for
+  std::size_t importCapacity_;
   std::uint32_t pendingOps_ = 0;
+  std::uint32_t unsettled_ = 0;  ///< receives that have failed and wait for their peer's word
+  std::uint64_t settleByNs_ = 0;
+  bool toldStaged_ = false;  ///< that some memory of peers cannot be mapped
   bool abandoned_ = false;               ///< a dead peer's link is still there
   bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index

@@ -32,7 +32,10 @@ void MoverLoop::takeLeave() {
     dying_.erase(dying_.begin() + static_cast<std::ptrdiff_t>(i));
     auto position = links_.find(dying.peer);
     std::vector<Op*> torn;
-    if (position != links_.end()) position->second->abandonPeer(&torn);
+    if (position != links_.end()) {
+      position->second->abandonPeer(&torn);
+      releaseHolds(*position->second);
+    }
     for (auto& communicator : communicators_) {
       if (!communicator) continue;
       for (std::size_t rank = 0; rank < communicator->info.peers.size(); ++rank) {
@@ -41,6 +44,7 @@ void MoverLoop::takeLeave() {
           return op->communicator == communicator.get() &&
                  op->descriptor.peer == static_cast<std::int32_t>(rank);
         });
+        settle(*communicator, static_cast<std::int32_t>(rank));
         pairEnded(*communicator, static_cast<std::int32_t>(rank), !isTorn, dying.why);
       }
     }
@@ -58,6 +62,8 @@ void MoverLoop::takeLeave() {
     ControlRequest retire;
     retire.kind = ControlRequest::Kind::Retire;
     retire.peer = position->first;
+    link.imports().abandon();
+    tendTargets(link);
     link.dismantle(&retire.connection, &retire.registration);
     request(std::move(retire));
     position = links_.erase(position);
@@ -105,11 +111,29 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
       onReady(link, message);
       return;
     case MessageType::Failed:
-      onFailed(message);
+      onFailed(link, message);
       return;
     case MessageType::Chunk:
+    case MessageType::Direct:
       if (link.announce(message)) return;
       break;
+    case MessageType::Handle:
+      if (link.imports().tell(message)) return;
+      break;
+    case MessageType::Forget:
+      link.imports().forget(message.turn);
+      return;
+    case MessageType::Forgotten:
+      onForgotten(link, message);
+      return;
+    case MessageType::Settled: {
+      Communicator* communicator = byId(message.communicator);
+      if (communicator && communicator->failed && message.source >= 0 &&
+          static_cast<std::size_t>(message.source) < communicator->pairs.size()) {
+        settle(*communicator, message.source);
+      }
+      return;
+    }
   }
   peerGone(link.peer(), fmt::format("its mover sent a message of type {} that makes no sense here",
                                     static_cast<std::uint32_t>(message.type)));
@@ -132,12 +156,14 @@ void MoverLoop::onReady(Link& link, const Message& message) {
   if (!entry || entry->peerReady) return;  // over already on this side
   entry->peerReady = true;
   entry->peerBytes = message.bytes;
+  entry->offer = message.turn;
+  entry->offerOffset = message.offset;
   if (entry->op) match(entry->op, *entry);
 }
 
 Claim MoverLoop::claim(const Message& message, Op** op) {
   Communicator* communicator = byId(message.communicator);
-  if (!communicator || communicator->failed || message.source < 0 ||
+  if (!communicator || message.source < 0 ||
       static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
     return Claim::Unwanted;
   }
@@ -145,6 +171,15 @@ Claim MoverLoop::claim(const Message& message, Op** op) {
       communicator->pairs[static_cast<std::size_t>(message.source)].receives.find(
           message.pairSequence);
   if (!entry) return Claim::Unwanted;
+  // A direct copy began before the peer knew of the failure: its end has to be waited for.
+  const bool overtaken = message.type == MessageType::Direct && entry->op && entry->op->failed &&
+                         entry->op->offered;
+  if (overtaken) {
+    --unsettled_;
+    *op = entry->op;
+    return Claim::Ready;
+  }
+  if (communicator->failed) return Claim::Unwanted;
   if (!entry->op) return Claim::Early;
   if (entry->op->waiting != 0) return Claim::Early;
   *op = entry->op;
@@ -154,13 +189,25 @@ Claim MoverLoop::claim(const Message& message, Op** op) {
   return Claim::Mismatch;
 }
 
-void MoverLoop::onFailed(const Message& message) {
+void MoverLoop::onFailed(Link& link, const Message& message) {
   Communicator* communicator = byId(message.communicator);
+  if (link.connection()->sharedSlots()) {
+    // Behind the announcement of every direct copy of this pair. This side makes no further one: what
+    // is not announced is failed below.
+    Message answer{};
+    answer.type = MessageType::Settled;
+    answer.communicator = message.communicator;
+    answer.source = message.destination;
+    answer.destination = message.source;
+    link.send(answer);
+  }
   if (!communicator || message.source < 0 ||
       static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
     return;
   }
   const std::string who = describePeer(*communicator, message.source);
+  // Nor does the peer, whose own part is failed or over.
+  settle(*communicator, message.source);
   switch (static_cast<FailReason>(message.slot)) {
     case FailReason::SizeMismatch:
       failCommunicator(
@@ -185,7 +232,7 @@ void MoverLoop::onFailed(const Message& message) {
 Link* MoverLoop::linkTo(const PeerInfo& peer) {
   auto [position, added] = links_.try_emplace(peer.mover);
   if (added) {
-    position->second = std::make_unique<Link>(this, peer.mover);
+    position->second = std::make_unique<Link>(this, peer.mover, importCapacity_);
     ControlRequest connect;
     connect.kind = ControlRequest::Kind::Connect;
     connect.peer = peer.mover;
@@ -197,7 +244,7 @@ Link* MoverLoop::linkTo(const PeerInfo& peer) {
 
 void MoverLoop::linkUp(LoopEvent& event) {
   auto [position, added] = links_.try_emplace(event.peer);
-  if (added) position->second = std::make_unique<Link>(this, event.peer);
+  if (added) position->second = std::make_unique<Link>(this, event.peer, importCapacity_);
   Link& link = *position->second;
   link.establish(std::move(event.connection), std::move(event.registration));
   scratch_.clear();  // activating an operation may change the windows walked here
@@ -343,6 +390,7 @@ void MoverLoop::request(ControlRequest request) {
 void MoverLoop::unmapImports() {
   BufferRef which;
   for (CUdeviceptr address = 0; imports_.nextUnmap(&address, &which);) {
+    takeBack(which.allocationId);
     ControlRequest unmap;
     unmap.buffer = which;
     unmap.kind = ControlRequest::Kind::Unmap;

@@ -39,7 +39,7 @@ struct MoverProcess {
   CUcontext context = nullptr;
   HostRegistration segmentRegistration;
   MoverQueues queues;
-  std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in;
+  std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in, peer;
   PeerId self;
   std::unique_ptr<TransportSet> transports;
   std::string tcpProblem;  ///< why peers on other hosts do not reach this mover
@@ -113,6 +113,7 @@ Status MoverProcess::openDevice(const std::string& uuid) {
   for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToHost, &out[i]));
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToDevice, &in[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToPeer, &peer[i]));
   }
   return {};
 }
@@ -162,7 +163,8 @@ int runMover(int socket) {
                   .segmentRegistration = &process.segmentRegistration,
                   .queues = &process.queues,
                   .out = std::move(process.out),
-                  .in = std::move(process.in)},
+                  .in = std::move(process.in),
+                  .peer = std::move(process.peer)},
                  process.config);
   loop.run();
   // Whatever the driver does while everything is taken down: the process ends in bounded time.

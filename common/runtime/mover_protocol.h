@@ -11,7 +11,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 4;
+inline constexpr std::uint32_t kMoverProtocol = 5;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -81,6 +81,7 @@ static_assert(sizeof(AddStaging) != sizeof(AddCommunicator) &&
 struct PeerRecord {
   PeerId mover;  ///< all zero: cannot be reached from this rank
   std::uint64_t pid;
+  std::uint64_t direct;  ///< 1: a GPU of this node, which may be copied to directly
   char address[kAddressBytes];  ///< with the transport in front: "shm:…", "tcp:…" (TransportSet)
   char host[kHostBytes];
 };

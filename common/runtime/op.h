@@ -11,6 +11,7 @@ namespace hoccl {
 
 struct Communicator;
 struct Import;
+struct PeerImport;
 class Link;
 
 /// One steered send, receive or mirror inside the mover, from its descriptor to its end.
@@ -21,6 +22,11 @@ struct Op {
     kForImport = 2,  ///< the buffer is mapped here
     kForLink = 4,    ///< the connection to the peer stands
     kForMirror = 8,  ///< a send: its mirror's buffer is mapped here, too
+    kForRoute = 16,  ///< a send within a node: the receiver has said where to, and that is mapped
+  };
+  enum class Route : std::uint8_t {
+    Staged,  ///< through the slots of the link
+    Direct,  ///< a send: by one copy into `target`
   };
 
   OpDescriptor descriptor{};
@@ -36,6 +42,12 @@ struct Op {
   std::uint64_t chunkBytes = 0;  ///< a send: how it is cut
   bool matched = false;  ///< a send: the receiver has said Ready; before that only eager chunks go
   bool failed = false;
+  Route route = Route::Staged;
+  /// A receive: the sender may copy into the buffer, and has not announced anything yet.
+  bool offered = false;
+  PeerImport* target = nullptr;   ///< a send's, if it goes directly
+  CUdeviceptr targetAddress = 0;  ///< where in it
+  Op* nextForTarget = nullptr;    ///< in the list of those that wait for `target`
   Op* partner = nullptr;  ///< a send: its mirror; a mirror: its send; while neither is over
   Op* next = nullptr;  ///< in the one list it is on: free, or waiting for an import
 

@@ -16,6 +16,8 @@ class PairWindow {
   struct Entry {
     Op* op = nullptr;             ///< this side's operation
     std::uint64_t peerBytes = 0;  ///< what the receiver expects, once `peerReady`
+    /// The receiver's allocation that may be copied into, and where in it; 0: none.
+    std::uint64_t offer = 0, offerOffset = 0;
     bool peerReady = false;
     bool over = false;
   };

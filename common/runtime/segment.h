@@ -17,7 +17,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 8;
+inline constexpr std::uint32_t kSegmentVersion = 9;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -85,6 +85,8 @@ struct OpDescriptor {
   std::uint64_t launchSequence;
   std::uint32_t launchOps;      ///< operations of this launch in all (the same in each)
   std::uint32_t launchStreams;  ///< streams of this launch, of which launchStreams-1 ExtraStream
+  /// 2: its bytes count where the record counts direct copies; 3: so does the call it belongs to.
+  std::uint32_t counted;
   std::uint64_t bytes;
   /// Which of the communicators that had this index; one that has ended takes no operation any
   /// more.
@@ -113,6 +115,8 @@ struct alignas(kCacheLine) CommunicatorRecord {
   /// what is above.
   alignas(kCacheLine) std::atomic<std::uint64_t> sentBytes;
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
+  /// Of what has gone directly from GPU to GPU: calls and bytes. Written before `finish` is.
+  std::atomic<std::uint64_t> directCalls, directBytes;
 };
 
 /// One request to let go of imports (Drop, DropIdle, DropSpans), and its answer. The descriptor

@@ -31,11 +31,18 @@ void expectSteered(const Job& job, int rank, std::size_t communicators) {
 class InitAll : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(OfDevices, InitAll, ::testing::Values(1, 2));
 
-/// One process is one node: plain NCCL, with the reason.
-void expectOneNode(const Job& job, std::size_t communicators) {
+/// One process is one node: copies go directly between its GPUs. With one GPU it is plain NCCL, with
+/// the reason.
+void expectOneNode(const Job& job, int devices, std::size_t communicators) {
   const nlohmann::json comms = job.communicators(0);
   EXPECT_EQ(comms.size(), communicators);
   for (const auto& comm : comms) {
+    if (devices > 1) {
+      EXPECT_TRUE(comm["steered"]) << comm;
+      EXPECT_GT(comm["paths"]["direct"]["ops"], 0) << comm;
+      EXPECT_EQ(comm["paths"]["staged"]["ops"], 0) << comm;
+      continue;
+    }
     EXPECT_FALSE(comm["steered"]) << comm;
     EXPECT_NE(comm["why"].get<std::string>().find("all ranks are on one node"),
               std::string::npos)
@@ -46,14 +53,14 @@ void expectOneNode(const Job& job, std::size_t communicators) {
 TEST_P(InitAll, FromOneThread) {
   Job job("initAll", 1);
   job.argument("devices", std::to_string(GetParam())).env("EMUCUDA_DEVICES", "2").finish();
-  expectOneNode(job, static_cast<std::size_t>(GetParam()));
+  expectOneNode(job, GetParam(), static_cast<std::size_t>(GetParam()));
 }
 
 TEST_P(InitAll, FromSeveralThreadsAtOnce) {
   Job job("initAll", 1);
   job.argument("devices", std::to_string(GetParam())).argument("threads", "3");
   job.env("EMUCUDA_DEVICES", "2").finish();
-  expectOneNode(job, static_cast<std::size_t>(12 * GetParam()));
+  expectOneNode(job, GetParam(), static_cast<std::size_t>(12 * GetParam()));
 }
 
 TEST(InitRankScalable, WithOneIdAndWithOneOfEachRank) {

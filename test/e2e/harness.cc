@@ -110,6 +110,13 @@ Job& Job::env(int rank, const std::string& name, const std::string& value) {
   ranks_[rank].environment[name] = value;
   return *this;
 }
+Job& Job::oneNode() {
+  env("EMUCUDA_DEVICES", std::to_string(ranks_.size()));
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+    env(rank, "NCCL_HOSTID", "e2e-one-node").env(rank, "CUDA_VISIBLE_DEVICES", std::to_string(rank));
+  }
+  return *this;
+}
 Job& Job::withoutPreload(int rank) {
   ranks_[rank].preload = false;
   return *this;

@@ -28,6 +28,8 @@ class Job {
   Job& env(const std::string& name, const std::string& value);
   Job& env(int rank, const std::string& name, const std::string& value);
   Job& withoutPreload(int rank);
+  /// All ranks on one node, each with a GPU of its own, which its process alone sees.
+  Job& oneNode();
   /// That rank, and so its mover, runs in a network namespace of `ip netns`.
   Job& network(int rank, const std::string& name);
   /// A file of the job's folder with that content and execute permission; returns its path.

@@ -32,6 +32,8 @@ inline void copyOf(LaneDirection direction, const LaneJob& job) {
   auto* device = job.staging ? job.staging : reinterpret_cast<std::byte*>(job.device);
   if (direction == LaneDirection::ToHost) {
     std::memcpy(job.host, device, job.bytes);
+  } else if (direction == LaneDirection::ToPeer) {
+    std::memcpy(reinterpret_cast<std::byte*>(job.peer), device, job.bytes);
   } else {
     std::memcpy(device, job.host, job.bytes);
   }

@@ -44,13 +44,16 @@ class End final : public LinkOwner {
         side_(side),
         edges_(edges),
         link(this, {0, static_cast<std::uint64_t>(2 - side)}) {
-    out_.depth = in_.depth = depth;
+    out_.depth = in_.depth = peer_.depth = depth;
     for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
       auto out = std::make_unique<ManualLane>(LaneDirection::ToHost);
       auto in = std::make_unique<ManualLane>(LaneDirection::ToDevice);
       lanes.push_back(out.get());
       lanes.push_back(in.get());
       inLanes_.push_back(in.get());
+      auto peer = std::make_unique<ManualLane>(LaneDirection::ToPeer);
+      lanes.push_back(peer.get());
+      peer_.lanes[i] = std::move(peer);
       out_.lanes[i] = std::move(out);
       in_.lanes[i] = std::move(in);
     }
@@ -113,6 +116,8 @@ class End final : public LinkOwner {
   // LinkOwner.
   SharedLanes& outLanes() override { return out_; }
   SharedLanes& inLanes() override { return in_; }
+  SharedLanes& peerLanes() override { return peer_; }
+  void movesDirectly(const Op&) override {}
   FlagWrite finishWrite(const Op&) override { return {}; }
   void address(const Op& op, Message* message) override {
     message->communicator = kCommunicator;
@@ -163,7 +168,7 @@ class End final : public LinkOwner {
   FakeWire* wire_;
   int side_;
   Edges* edges_;
-  SharedLanes out_, in_;
+  SharedLanes out_, in_, peer_;
   std::vector<ManualLane*> inLanes_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::set<std::uint64_t> readyBefore_;

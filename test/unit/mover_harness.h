@@ -109,6 +109,7 @@ class TestMover {
     for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
       d.out[i] = engines.lane(LaneDirection::ToHost);
       d.in[i] = engines.lane(LaneDirection::ToDevice);
+      d.peer[i] = engines.lane(LaneDirection::ToPeer);
     }
     engines.start();
     loop_ = std::make_unique<MoverLoop>(std::move(d), config);

@@ -54,7 +54,7 @@ std::string shapeText(const Shape& shape) {
 /// Counters of all ranks together.
 struct Counts {
   bool steeringKnown = false;
-  std::uint64_t staged = 0, appCopies = 0, nccl = 0;
+  std::uint64_t staged = 0, appCopies = 0, direct = 0, nccl = 0;
   std::string reasons, transport;
   bool emulatorKnown = false;
   std::uint64_t kernels = 0, lateNs = 0;
@@ -140,6 +140,7 @@ Status NcclMeasurement::counts(Counts* out) {
       sum.steeringKnown = true;
       sum.staged += steering.at("staged").get<std::uint64_t>();
       sum.appCopies += steering.at("app-copies").get<std::uint64_t>();
+      sum.direct += steering.at("direct").get<std::uint64_t>();
       sum.nccl += steering.at("nccl").get<std::uint64_t>();
       if (sum.reasons.empty()) sum.reasons = steering.at("reasons");
       if (sum.transport.empty()) sum.transport = steering.at("transport");
@@ -175,8 +176,9 @@ Status NcclMeasurement::launches(const IterationPlan& plan, Row* row) {
 std::string pathName(const std::string& impl, const Counts& from, const Counts& to) {
   if (!to.steeringKnown) return impl == "nccl" ? "nccl" : "";
   const bool staged = to.staged > from.staged, copies = to.appCopies > from.appCopies;
-  if (staged + copies + (to.nccl > from.nccl) > 1) return "mixed";
-  return staged ? "staged" : copies ? "app-copies" : "nccl";
+  const bool direct = to.direct > from.direct;
+  if (staged + copies + direct + (to.nccl > from.nccl) > 1) return "mixed";
+  return staged ? "staged" : copies ? "app-copies" : direct ? "direct" : "nccl";
 }
 
 Row newRow(const Setting& setting, const std::string& impl, const Shape& shape) {
@@ -242,11 +244,12 @@ Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
   }
   if (after.steeringKnown) {
     result->paths.known = true;
-    const std::uint64_t steered = after.staged + after.appCopies - before.staged - before.appCopies;
+    const std::uint64_t steered = after.staged + after.appCopies + after.direct - before.staged -
+                                  before.appCopies - before.direct;
     result->paths.steered += steered;
     result->paths.total += steered + after.nccl - before.nccl;
     result->reasons = after.reasons;
-    if ((row.path == "staged" || row.path == "app-copies") && !after.transport.empty())
+    if ((row.path == "staged" || row.path == "app-copies" || row.path == "direct") && !after.transport.empty())
       row.transport = after.transport;
   }
   result->windows.push_back(window);

@@ -100,8 +100,10 @@ Status parseSteeringCounts(const std::string& text, SteeringCounts* out) {
     if (!communicator.contains("paths") || !communicator["paths"].is_object()) continue;
     for (const auto& [name, path] : communicator["paths"].items()) {
       const auto ops = path.is_object() ? path.value("ops", 0ull) : 0ull;
-      (name == "nccl" ? counts.nccl : name == "app-copies" ? counts.appCopies : counts.staged) +=
-          ops;
+      (name == "nccl"         ? counts.nccl
+       : name == "app-copies" ? counts.appCopies
+       : name == "direct"     ? counts.direct
+                              : counts.staged) += ops;
     }
   }
   counts.reasons = why;

@@ -53,7 +53,7 @@ struct NcclApi {
 /// Operations by path from the JSON text of the steering library's hocclStatsJson.
 struct SteeringCounts {
   bool known = false;
-  unsigned long long staged = 0, appCopies = 0, nccl = 0;
+  unsigned long long staged = 0, appCopies = 0, direct = 0, nccl = 0;
   std::string transport;  ///< of the steered operations, where the library tells
   std::string reasons;    ///< why operations stayed with NCCL: "below HOCCL_MIN_BYTES: 12, …"
 };

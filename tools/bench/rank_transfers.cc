@@ -132,6 +132,7 @@ Status RankTransfers::counts(nlohmann::json* answer) {
   if (steering.known)
     (*answer)["steering"] = {{"staged", steering.staged},
                              {"app-copies", steering.appCopies},
+                             {"direct", steering.direct},
                              {"nccl", steering.nccl},
                              {"transport", steering.transport},
                              {"reasons", steering.reasons}};

@@ -1,0 +1,218 @@
+// What the mover's loop does about direct copies between the GPUs of a node (docs/direct.md): offers
+// and routes, peers' memory that is mapped here, and the end of receives that a peer may be copying
+// into.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/base/log.h"
+#include "common/base/time.h"
+#include "common/runtime/mover_loop.h"
+
+namespace hoccl {
+
+bool MoverLoop::inReach(const Op& op) const {
+  return op.communicator->info.peers[static_cast<std::size_t>(op.descriptor.peer)].direct &&
+         op.descriptor.peer != op.communicator->info.rank;
+}
+
+/// The receive's Ready says where the sender may copy to; it chooses.
+void MoverLoop::offer(Op* op, Message* ready) {
+  const BufferRef& buffer = op->descriptor.buffer;
+  if (!inReach(*op) || buffer.kind != BufferKind::Device ||
+      !op->link->connection()->sharedSlots()) {
+    return;
+  }
+  if (op->link->told().tell(buffer.allocationId)) {
+    Message parts[HandlePart::kParts];
+    PeerImports::describe(buffer, &parts);
+    for (const Message& part : parts) op->link->send(part);
+  }
+  ready->turn = buffer.allocationId;
+  ready->offset = buffer.offset;
+  op->offered = true;
+}
+
+/// Both sides of a send within the node are known. This side alone decides how it moves, so that the
+/// two cannot disagree; the receiver takes what comes.
+void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {
+  bool fresh = false;
+  PeerImport* target = nullptr;
+  const bool may = entry.offer != 0 && !op->partner &&
+                   op->descriptor.buffer.kind != BufferKind::Staging;
+  if (may) target = op->link->imports().acquire(entry.offer, &fresh);
+  if (target) {
+    const std::uint64_t bytes = target->buffer.allocationBytes;
+    const bool inside = entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
+    if (fresh) {
+      ControlRequest import;
+      import.kind = ControlRequest::Kind::Import;
+      import.peer = op->link->peer();
+      import.serial = target->serial;
+      import.buffer = target->buffer;
+      request(std::move(import));
+    }
+    if (target->state == PeerImport::State::Failed || !inside) {
+      op->link->imports().release(target);
+      target = nullptr;
+    }
+  }
+  if (!target) {
+    arrived(op, Op::kForRoute);
+    return;
+  }
+  op->route = Op::Route::Direct;
+  op->target = target;
+  op->targetAddress = entry.offerOffset;
+  if (target->state == PeerImport::State::Ready) {
+    op->targetAddress += target->address;
+    arrived(op, Op::kForRoute);
+  } else {
+    op->nextForTarget = std::exchange(target->waiters, op);
+  }
+}
+
+/// A peer's allocation has been mapped here, or cannot be.
+void MoverLoop::targetImported(const LoopEvent& event) {
+  const auto position = links_.find(event.peer);
+  PeerImport* target =
+      position == links_.end() ? nullptr : position->second->imports().find(event.serial);
+  if (!target) {  // its peer has gone meanwhile
+    if (event.status) unmapTarget(event.peer, event.address, event.serial);
+    return;
+  }
+  PeerImports& imports = position->second->imports();
+  imports.settle(target, event.status ? event.address : 0);
+  if (!event.status && !std::exchange(toldStaged_, true)) {
+    logWarn("some transfers within the node go through host memory and not directly: {}",
+            event.status.message());
+  }
+  while (Op* op = target->waiters) {
+    target->waiters = std::exchange(op->nextForTarget, nullptr);
+    if (event.status) {
+      op->targetAddress += event.address;
+    } else {
+      releaseTarget(op);
+    }
+    arrived(op, Op::kForRoute);
+  }
+}
+
+void MoverLoop::unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial) {
+  ControlRequest unmap;
+  unmap.kind = ControlRequest::Kind::Unmap;
+  unmap.buffer.kind = BufferKind::Device;
+  unmap.peer = peer;
+  unmap.mapped = address;
+  unmap.serial = serial;
+  request(std::move(unmap));
+}
+
+/// Goes back to the staged route, or ends.
+void MoverLoop::releaseTarget(Op* op) {
+  PeerImport* target = std::exchange(op->target, nullptr);
+  op->route = Op::Route::Staged;
+  if (!target) return;
+  for (Op** at = &target->waiters; *at; at = &(*at)->nextForTarget) {
+    if (*at != op) continue;
+    *at = std::exchange(op->nextForTarget, nullptr);
+    break;
+  }
+  op->link->imports().release(target);
+}
+
+void MoverLoop::tendTargets(Link& link) {
+  CUdeviceptr address = 0;
+  std::uint64_t serial = 0, allocation = 0;
+  while (link.imports().nextUnmap(&address, &serial)) unmapTarget(link.peer(), address, serial);
+  while (link.imports().nextForgotten(&allocation)) {
+    Message message{};
+    message.type = MessageType::Forgotten;
+    message.turn = allocation;
+    link.send(message);
+  }
+}
+
+/// Of an allocation that is being unmapped here: so do those that have been told of it.
+void MoverLoop::takeBack(std::uint64_t allocation) {
+  for (auto& [peer, link] : links_) {
+    if (!link->up()) continue;
+    const std::uint64_t ticket = imports_.hold();
+    if (!link->told().takeBack(allocation, ticket)) {
+      imports_.unholdLast();
+      continue;
+    }
+    Message message{};
+    message.type = MessageType::Forget;
+    message.turn = allocation;
+    link->send(message);
+    link->connection()->nudge();
+  }
+}
+
+void MoverLoop::onForgotten(Link& link, const Message& message) {
+  std::uint64_t ticket = 0;
+  if (link.told().answered(message.turn, &ticket)) imports_.unhold(ticket);
+}
+
+/// The peer has gone, and with it what it had mapped.
+void MoverLoop::releaseHolds(Link& link) {
+  for (std::uint64_t ticket = 0; link.told().nextVoid(&ticket);) imports_.unhold(ticket);
+}
+
+void MoverLoop::movesDirectly(const Op& op) {
+  if (op.descriptor.counted == 0) return;
+  CommunicatorRecord& record = *op.communicator->record;
+  record.directBytes.fetch_add(op.descriptor.bytes, std::memory_order_relaxed);
+  if (op.descriptor.counted & 1) record.directCalls.fetch_add(1, std::memory_order_relaxed);
+}
+
+/// A receive that has failed, and into whose buffer the peer may still begin to copy: its stream is
+/// released only when the peer has said that it will not (rule 9).
+bool MoverLoop::awaitsPeer(const Op& op) const {
+  if (!op.offered || broken_ || op.link->abandoned()) return false;
+  return !op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)].quiet;
+}
+
+void MoverLoop::noteUnsettled() {
+  // Less than the application waits for the end of an abort.
+  if (unsettled_++ == 0) settleByNs_ = monotonicNs() + timeoutNs_ / 2;
+}
+
+/// No copy of that peer that is not announced will be made any more.
+void MoverLoop::settle(Communicator& communicator, std::int32_t peer) {
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(peer)];
+  pair.quiet = true;
+  std::vector<Op*> over;
+  pair.receives.forEach([&](PairWindow::Entry& entry) {
+    if (entry.op && entry.op->failed && std::exchange(entry.op->offered, false)) {
+      over.push_back(entry.op);
+    }
+  });
+  for (Op* op : over) {
+    --unsettled_;
+    if (op->copiesInFlight == 0) finishOp(op);
+  }
+}
+
+void MoverLoop::settleOverdue() {
+  if (monotonicNs() < settleByNs_) return;
+  for (auto& communicator : communicators_) {
+    if (!communicator || !communicator->failed) continue;
+    for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
+      bool waits = false;
+      communicator->pairs[rank].receives.forEach([&](const PairWindow::Entry& entry) {
+        waits = waits || (entry.op && entry.op->failed && entry.op->offered);
+      });
+      if (!waits) continue;
+      logError("{} does not say that it copies no more into this rank's memory (is it stopped?): "
+               "what lies there may still change",
+               describePeer(*communicator, static_cast<std::int32_t>(rank)));
+      settle(*communicator, static_cast<std::int32_t>(rank));
+    }
+  }
+}
+
+}  // namespace hoccl
