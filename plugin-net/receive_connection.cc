@@ -80,6 +80,15 @@ Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
 void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.data = static_cast<std::byte*>(receive.data);
   slot.capacity = receive.bytes;
+  slot.staged = nullptr;
+  slot.small = false;
+  slot.asked = 0;
+  if (receive.memory != nullptr) {
+    if (!slot.ownStaged) slot.ownStaged = std::make_unique<StagedReceive>();
+    slot.staged = slot.ownStaged.get();
+    slot.staged->begin(receive.memory->shared_from_this(), receive.data);
+    staging_.push_back(&slot);
+  }
   slot.total.store(0, std::memory_order_relaxed);
   slot.reserved.store(0, std::memory_order_relaxed);
   slot.received.store(0, std::memory_order_relaxed);
@@ -102,21 +111,28 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
       early.slot = &slot;
       return;
     }
-    if (!early.payload.empty()) {
-      std::memcpy(slot.data, early.payload.data(), early.payload.size());
-    }
-    finish(slot, early.payload.size());
+    deliver(slot, early.payload);
     tag.early.pop_front();
     gaveBack(tag);
     return;
   }
-  const bool asked = !tag.asked.empty() && tag.asked.front() == slot.index;
-  if (asked) tag.asked.pop_front();
+  const bool asked = !tag.asked.empty() && tag.asked.front().index == slot.index;
+  if (asked) {
+    slot.asked = tag.asked.front().bytes;
+    tag.asked.pop_front();
+  }
   if (asked || (tag.large && slot.capacity > kEagerBytes)) namePlace(slot);
 }
 
 void ReceiveEnd::namePlace(Slot& slot) {
   if (slot.posted) return;
+  std::uint64_t limit = 0;
+  // Not now: once the sender asks, or there is room.
+  if (slot.staged != nullptr &&
+      !slot.staged->reserve(slot.asked != 0 ? std::min(slot.asked, slot.capacity) : slot.capacity,
+                            slot.asked != 0, &limit)) {
+    return;
+  }
   slot.posted = true;
   slot.gate.store(slot.turn, std::memory_order_release);
   Control control;
@@ -124,12 +140,13 @@ void ReceiveEnd::namePlace(Slot& slot) {
   control.index = slot.index;
   control.bytes = slot.capacity;
   control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
+  control.limit = limit;
   end_.say(Kind::Posted, control);
 }
 
 bool ReceiveEnd::finished(Slot& slot) {
   if (slot.done) return true;
-  if (!slot.posted) return false;
+  if (!slot.posted || slot.staged != nullptr) return false;  // progressStaged tells
   // All that has been given a place is there, and so nobody writes there any more.
   const std::uint64_t received = slot.received.load(std::memory_order_acquire);
   if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
@@ -139,8 +156,57 @@ bool ReceiveEnd::finished(Slot& slot) {
 }
 
 void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
-  slot.gate.store(0, std::memory_order_seq_cst);
+  takeOff(slot, bytes);
   slot.done = true;
+}
+
+void ReceiveEnd::smallCame(Slot& slot, std::uint64_t bytes) {
+  if (slot.staged == nullptr) return finish(slot, bytes);
+  takeOff(slot, bytes);
+  slot.small = true;
+  slot.staged->smallIsHere();
+}
+
+void ReceiveEnd::deliver(Slot& slot, const std::vector<std::byte>& payload) {
+  std::byte* const to = slot.staged != nullptr ? slot.staged->small(payload.size()) : slot.data;
+  if (!payload.empty()) std::memcpy(to, payload.data(), payload.size());
+  smallCame(slot, payload.size());
+}
+
+Status ReceiveEnd::progressStaged() {
+  for (std::size_t i = 0; i < staging_.size();) {
+    Slot& slot = *staging_[i];
+    if (!slot.posted && slot.asked != 0 && !slot.small) namePlace(slot);
+    const std::uint64_t total = slot.total.load(std::memory_order_relaxed);
+    std::uint64_t limit = 0;
+    if (Status status = slot.staged->progress(total, &limit); !status) return end_.fail(status);
+    if (limit != 0) {
+      Control control;
+      control.tag = slot.tag->tag;
+      control.index = slot.index;
+      control.limit = limit;
+      control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
+      end_.say(Kind::More, control);
+    }
+    if (!slot.staged->finished(total)) {
+      ++i;
+      continue;
+    }
+    if (slot.small) {
+      slot.done = true;
+    } else {
+      slot.tag->wasted = 0;
+      finish(slot, total);
+    }
+    slot.staged->end();
+    DeviceMemory::ofThisProcess().countReceived(slot.bytes);
+    staging_.erase(staging_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return {};
+}
+
+void ReceiveEnd::takeOff(Slot& slot, std::uint64_t bytes) {
+  slot.gate.store(0, std::memory_order_seq_cst);
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
   open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
@@ -168,8 +234,20 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
     if (!end_.failure()) return end_.failure();
     bool gone = false;
     if (Status status = progress(&gone); !status) return status;
+    if (!staging_.empty()) {
+      if (Status status = progressStaged(); !status) return status;
+    }
     // Looked at again: the last piece may have come just before the end.
-    if (!allFinished()) return gone ? end_.fail(end_.whyGone()) : Status();
+    if (!allFinished()) {
+      // What only the mover has to do does not need the peer.
+      gone = gone &&
+             !std::all_of(
+                 request->slots.begin(), request->slots.begin() + request->count, [&](Slot* slot) {
+                   return finished(*slot) ||
+                          (slot->staged != nullptr && slot->staged->allCame(slot->total.load()));
+                 });
+      return gone ? end_.fail(end_.whyGone()) : Status();
+    }
   }
   for (std::size_t i = 0; i < request->count; ++i) {
     Slot& slot = *request->slots[i];
@@ -238,6 +316,7 @@ Status ReceiveEnd::begin(const FrameHeader& header) {
     }
   }
   comingSlot_ = &slot;
+  if (slot.staged != nullptr) comingData_ = slot.staged->small(header.bytes);
   return {};
 }
 
@@ -248,39 +327,38 @@ void ReceiveEnd::end() {
     Early& early = *comingEarly_;
     early.complete = true;
     if (early.slot == nullptr) return;
-    if (!early.payload.empty()) {
-      std::memcpy(early.slot->data, early.payload.data(), early.payload.size());
-    }
-    finish(*early.slot, early.payload.size());
+    deliver(*early.slot, early.payload);
     tag.early.remove_if([&](const Early& other) { return &other == &early; });
   } else {
-    finish(*comingSlot_, comingBytes_);
+    smallCame(*comingSlot_, comingBytes_);
   }
   gaveBack(tag);
 }
 
 Status ReceiveEnd::heardAnnounce(const Control& control) {
   TagState* const tag = stateOf(control.tag);
-  if (tag == nullptr || control.bytes <= kEagerBytes ||
-      control.bytes > nccl_abi::kMaxMessageBytes) {
-    return Status::error(Code::Remote, fmt::format("a large message of {} bytes announced (tag {})",
+  if (tag == nullptr || control.bytes == 0 || control.bytes > nccl_abi::kMaxMessageBytes) {
+    return Status::error(Code::Remote, fmt::format("a message of {} bytes announced (tag {})",
                                                    control.bytes, control.tag));
   }
   tag->large = true;
   tag->wasted = 0;
   if (control.index >= tag->next) {
     if (tag->asked.size() >= kReceiveSlots ||
-        (!tag->asked.empty() && tag->asked.back() >= control.index)) {
+        (!tag->asked.empty() && tag->asked.back().index >= control.index)) {
       return Status::error(Code::Remote, fmt::format("message {} of tag {} announced out of order",
                                                      control.index, control.tag));
     }
-    tag->asked.push_back(control.index);
+    tag->asked.push_back({control.index, control.bytes});
     return {};
   }
   const auto found = std::find_if(tag->open.begin(), tag->open.end(),
                                   [&](const Slot* slot) { return slot->index == control.index; });
   // Not open: its place was named and has been used before the question came.
-  if (found != tag->open.end()) namePlace(**found);
+  if (found != tag->open.end()) {
+    (*found)->asked = control.bytes;
+    namePlace(**found);
+  }
   return {};
 }
 
@@ -290,7 +368,8 @@ std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad
   }
   *bad = end_.begin(header);
   if (!*bad) return nullptr;
-  return end_.comingSlot_ != nullptr ? end_.comingSlot_->data : end_.comingEarly_->payload.data();
+  if (end_.comingSlot_ == nullptr) return end_.comingEarly_->payload.data();
+  return end_.comingSlot_->staged != nullptr ? end_.comingData_ : end_.comingSlot_->data;
 }
 
 void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
@@ -318,7 +397,8 @@ std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
   if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots && at.turn != 0) {
     Slot& slot = end_.slots_[at.slot];
     if (slot.gate.load(std::memory_order_acquire) == at.turn && piece.body.total <= slot.capacity &&
-        piece.offset <= piece.body.total && header.bytes <= piece.body.total - piece.offset) {
+        piece.body.base <= piece.body.total && piece.offset <= piece.body.total - piece.body.base &&
+        header.bytes <= piece.body.total - piece.body.base - piece.offset) {
       std::uint64_t total = 0;
       if (slot.total.compare_exchange_strong(total, piece.body.total) ||
           total == piece.body.total) {
@@ -327,7 +407,9 @@ std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
         // Looked at again: the gate may have been closed before the place was taken.
         if (before + header.bytes <= piece.body.total &&
             slot.gate.load(std::memory_order_seq_cst) == at.turn) {
-          return slot.data + piece.offset;
+          const std::uint64_t offset = piece.body.base + piece.offset;
+          if (slot.staged == nullptr) return slot.data + offset;
+          if (std::byte* at = slot.staged->place(offset, header.bytes, piece.body.total)) return at;
         }
       }
     }
@@ -335,14 +417,20 @@ std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
   *bad = Status::error(Code::Remote,
                        fmt::format("it sent [{}, +{}) of a message of {} bytes for receive {}/{}, "
                                    "which does not take that",
-                                   piece.offset, header.bytes, piece.body.total, at.slot, at.turn));
+                                   piece.body.base + piece.offset, header.bytes, piece.body.total,
+                                   at.slot, at.turn));
   return nullptr;
 }
 
 void ReceiveEnd::DataSink::arrived(const FrameHeader& header) {
   // A piece without bytes would count for nothing.
   if (header.bytes == 0) return;
-  Slot& slot = end_.slots_[pieceOf(header).body.place.slot];
+  const Piece piece = pieceOf(header);
+  Slot& slot = end_.slots_[piece.body.place.slot];
+  if (slot.staged != nullptr) {
+    slot.staged->arrived(piece.body.base + piece.offset, header.bytes, piece.body.total);
+    return;
+  }
   slot.received.fetch_add(header.bytes, std::memory_order_release);
 }
 
