@@ -104,9 +104,10 @@ void CopyImports::drop(std::uint64_t id) {
 
 CopyImports::Use CopyImports::use(const CopyPiece& piece, CUdeviceptr* address) {
   Import& import = at(piece.import);
+  // Before its id: an import that is no newer than this has had its place.
+  const std::uint64_t newest = newest_.load(std::memory_order_acquire);
   if (import.id.load(std::memory_order_acquire) != piece.import) {
-    // Its message is on the way, or its place is another's by now.
-    return piece.import > newest_.load(std::memory_order_acquire) ? Use::Pending : Use::Refused;
+    return piece.import > newest ? Use::Pending : Use::Refused;
   }
   if (import.state.load(std::memory_order_acquire) == Mapping) return Use::Pending;
   import.copies.fetch_add(1, std::memory_order_seq_cst);
