@@ -93,9 +93,11 @@ void fillCommon(const Device& device, Properties* out) {
                      ? nullptr
                      : const_cast<char*>(device.interface.pciPath.c_str());
   out->guid = device.guid;
-  // Device memory would have to be proven before it is claimed: NCCL moves its own buffers there.
-  out->pointerSupport = nccl_abi::kHostPointer;
-  out->registrationIsGlobal = 1;  // registering is nothing at all here
+  // Device memory only where it goes through staging: NCCL moves its own buffers to where is
+  // claimed.
+  out->pointerSupport =
+      nccl_abi::kHostPointer | (claimsDeviceMemory() ? nccl_abi::kDevicePointer : 0);
+  out->registrationIsGlobal = 1;  // one registration serves all connections
   out->speedMbps = device.speedMbps;
   out->port = 0;
   out->latencyUs = 0;  // as NCCL's sockets: its own table has that of a network
@@ -166,18 +168,21 @@ Result acceptOn(void* listenComm, void** recvComm, DeviceHandle** deviceHandle) 
   });
 }
 
-Status onlyHostMemory(int type) {
-  if (type == nccl_abi::kHostPointer) return {};
-  return Status::error(
-      Code::Unsupported,
-      fmt::format("memory of type {} is not host memory, and no other is claimed", type));
-}
-
-Result registerMemory(void* /*comm*/, void* /*data*/, std::size_t /*bytes*/, int type,
-                      void** handle) {
+// Host memory needs nothing, and has the null handle.
+Result registerMemory(void* /*comm*/, void* data, std::size_t bytes, int type, void** handle) {
   return guarded("regMr", false, [&]() -> Status {
     if (handle != nullptr) *handle = nullptr;
-    return onlyHostMemory(type);
+    if (type == nccl_abi::kHostPointer) return {};
+    if (type == nccl_abi::kDevicePointer && claimsDeviceMemory()) {
+      if (handle == nullptr) return missing("the handle");
+      Registration* made = nullptr;
+      Status status = registerDeviceMemory(data, bytes, &made);
+      *handle = made;
+      return status;
+    }
+    return Status::error(
+        Code::Unsupported,
+        fmt::format("memory of type {} is not host memory, and no other is claimed", type));
   });
 }
 
@@ -189,15 +194,21 @@ Result registerDmaBuf(void* /*comm*/, void* /*data*/, std::size_t /*bytes*/, int
   });
 }
 
-Result deregisterMemory(void* /*comm*/, void* /*handle*/) { return ncclSuccess; }
+Result deregisterMemory(void* /*comm*/, void* handle) {
+  return guarded("deregMr", false, [&]() -> Status {
+    if (handle != nullptr) deregisterDeviceMemory(static_cast<Registration*>(handle));
+    return {};
+  });
+}
 
-Result send(void* sendComm, void* data, std::size_t bytes, int tag, void** request) {
+Result send(void* sendComm, void* data, std::size_t bytes, int tag, void* handle, void** request) {
   return guarded("isend", true, [&]() -> Status {
     if (sendComm == nullptr || request == nullptr) return missing("the connection or the request");
     *request = nullptr;
     Request* made = nullptr;
     auto* connection = static_cast<SendConnection*>(static_cast<Connection*>(sendComm));
-    const Status status = connection->send(data, bytes, tag, &made);
+    const Status status =
+        connection->send(data, bytes, tag, static_cast<const Registration*>(handle), &made);
     *request = made;
     return status;
   });
@@ -205,7 +216,7 @@ Result send(void* sendComm, void* data, std::size_t bytes, int tag, void** reque
 
 template <typename Size>
 Result receive(void* recvComm, int count, void** data, const Size* bytes, const int* tags,
-               void** request) {
+               void** handles, void** request) {
   return guarded("irecv", true, [&]() -> Status {
     if (recvComm == nullptr || request == nullptr) return missing("the connection or the request");
     *request = nullptr;  // NCCL may have put a hint there that the request is not needed
@@ -222,7 +233,8 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
           return Status::error(Code::InvalidArgument, "size of a receive");
         }
       }
-      receives[i] = {data[i], static_cast<std::size_t>(bytes[i]), tags[i]};
+      receives[i] = {data[i], static_cast<std::size_t>(bytes[i]), tags[i],
+                     handles != nullptr ? static_cast<const Registration*>(handles[i]) : nullptr};
     }
     Request* made = nullptr;
     auto* connection = static_cast<ReceiveConnection*>(static_cast<Connection*>(recvComm));
@@ -233,7 +245,8 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
   });
 }
 
-// Only for device memory, which is not claimed: what has been received is visible.
+// Only for device memory: a receive is done once the copy engine has reported behind its copy, so
+// it is visible there.
 Result flush(void* /*recvComm*/, int /*count*/, void** /*data*/, int* /*sizes*/, void** /*handles*/,
              void** request) {
   if (request != nullptr) *request = nullptr;
@@ -290,33 +303,33 @@ Result connectV10(int device, CommConfig* /*config*/, void* handle, void** sendC
 
 // --- Sizes of messages: int in version 8, with profiler handles from 10 on.
 
-Result sendV8(void* sendComm, void* data, int bytes, int tag, void* /*handle*/, void** request) {
+Result sendV8(void* sendComm, void* data, int bytes, int tag, void* handle, void** request) {
   if (bytes < 0) {
     return guarded("isend", false, [&]() -> Status {
       return Status::error(Code::InvalidArgument, fmt::format("a send of {} bytes", bytes));
     });
   }
-  return send(sendComm, data, static_cast<std::size_t>(bytes), tag, request);
+  return send(sendComm, data, static_cast<std::size_t>(bytes), tag, handle, request);
 }
-Result sendV9(void* sendComm, void* data, std::size_t bytes, int tag, void* /*handle*/,
+Result sendV9(void* sendComm, void* data, std::size_t bytes, int tag, void* handle,
               void** request) {
-  return send(sendComm, data, bytes, tag, request);
+  return send(sendComm, data, bytes, tag, handle, request);
 }
-Result sendV10(void* sendComm, void* data, std::size_t bytes, int tag, void* /*handle*/,
+Result sendV10(void* sendComm, void* data, std::size_t bytes, int tag, void* handle,
                void* /*profilerHandle*/, void** request) {
-  return send(sendComm, data, bytes, tag, request);
+  return send(sendComm, data, bytes, tag, handle, request);
 }
-Result receiveV8(void* recvComm, int count, void** data, int* bytes, int* tags, void** /*handles*/,
+Result receiveV8(void* recvComm, int count, void** data, int* bytes, int* tags, void** handles,
                  void** request) {
-  return receive(recvComm, count, data, bytes, tags, request);
+  return receive(recvComm, count, data, bytes, tags, handles, request);
 }
 Result receiveV9(void* recvComm, int count, void** data, std::size_t* bytes, int* tags,
-                 void** /*handles*/, void** request) {
-  return receive(recvComm, count, data, bytes, tags, request);
+                 void** handles, void** request) {
+  return receive(recvComm, count, data, bytes, tags, handles, request);
 }
 Result receiveV10(void* recvComm, int count, void** data, std::size_t* bytes, int* tags,
-                  void** /*handles*/, void** /*profilerHandles*/, void** request) {
-  return receive(recvComm, count, data, bytes, tags, request);
+                  void** handles, void** /*profilerHandles*/, void** request) {
+  return receive(recvComm, count, data, bytes, tags, handles, request);
 }
 
 // --- Versions 11 and 12.

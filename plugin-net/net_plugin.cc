@@ -15,6 +15,7 @@
 #include "common/base/log.h"
 #include "common/base/time.h"
 #include "common/base/version.h"
+#include "plugin-net/device_memory.h"
 #include "plugin-net/handle.h"
 #include "plugin-net/rendezvous.h"
 
@@ -123,8 +124,7 @@ Config readConfig() {
   return config;
 }
 
-Status findDevices(int abiVersion, Process& all) {
-  const Config config = readConfig();
+Status findDevices(int abiVersion, const Config& config, Process& all) {
   InterfaceChoice choice;
   if (Status status = InterfaceChoice::fromEnvironment(config, &choice); !status) return status;
   std::vector<Interface> interfaces;
@@ -222,9 +222,14 @@ Status initialise(int abiVersion, nccl_abi::Logger logger, int /*trafficClass*/,
     ncclLogger.store(logger, std::memory_order_release);
     setLogHandler(logToNccl);
   }
+  const Config config = readConfig();
   Process& all = process();
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    if (Status status = findDevices(abiVersion, config, all); !status) return status;
+  }
+  DeviceMemory::ofThisProcess().prepare(abiVersion, config);  // may take a second: without the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
-  if (Status status = findDevices(abiVersion, all); !status) return status;
   if (context != nullptr) {
     *context = all.contexts.emplace_back(std::make_unique<Context>()).get();
   }
@@ -245,6 +250,8 @@ void finalise(Context* context) {
   }
   const std::size_t open = left.listeners.size() + left.connections.size();
   if (open > 0) logInfo("finalize closes {} connections that were left open", open);
+  left = {};
+  DeviceMemory::ofThisProcess().report();
 }
 
 std::size_t deviceCount() {
@@ -338,11 +345,27 @@ void close(Listener* listener) {
 void close(Connection* connection) {
   Process& all = process();
   Process::OpenConnection closed{};
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto known = all.connections.find(connection);
-  if (known == all.connections.end()) return;
-  closed = std::move(known->second);
-  all.connections.erase(known);
+  bool last = false;
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto known = all.connections.find(connection);
+    if (known == all.connections.end()) return;
+    closed = std::move(known->second);
+    all.connections.erase(known);
+    last = all.connections.empty();
+  }
+  closed.connection.reset();
+  if (last) DeviceMemory::ofThisProcess().report();
+}
+
+bool claimsDeviceMemory() { return DeviceMemory::ofThisProcess().claimed(); }
+
+Status registerDeviceMemory(void* data, std::size_t bytes, Registration** out) {
+  return DeviceMemory::ofThisProcess().add(data, bytes, out);
+}
+
+void deregisterDeviceMemory(Registration* registration) {
+  DeviceMemory::ofThisProcess().remove(registration);
 }
 
 std::size_t openCount() {

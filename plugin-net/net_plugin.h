@@ -31,11 +31,15 @@ class Listener;
 /// A send or a group of receives under way. Belongs to its connection until `test` says done.
 struct Request;
 
+/// Device memory that has been registered (device_memory.h).
+class Registration;
+
 /// One receive of a group.
 struct Receive {
   void* data = nullptr;
   std::size_t bytes = 0;  ///< at most
   int tag = 0;
+  const Registration* memory = nullptr;  ///< null: host memory
 };
 
 /// Either end of a connection. An error is kept: every later call gives it again.
@@ -50,8 +54,10 @@ class Connection {
 /// The sending end.
 class SendConnection : public Connection {
  public:
-  /// `data` stays until the request is done. `out` null with success: not now.
-  virtual Status send(const void* data, std::size_t bytes, int tag, Request** out) = 0;
+  /// `data` stays until the request is done; it lies in `memory`, or in host memory where that is
+  /// null. `out` null with success: not now.
+  virtual Status send(const void* data, std::size_t bytes, int tag, const Registration* memory,
+                      Request** out) = 0;
 };
 
 /// The receiving end.
@@ -86,6 +92,13 @@ Status accept(Listener* listener, ReceiveConnection** out);
 void close(Listener* listener);
 /// What was sent and taken by the kernel still goes out; the peer is not waited for.
 void close(Connection* connection);
+
+/// Device memory is claimed (HOCCL_NET_STAGING=1).
+[[nodiscard]] bool claimsDeviceMemory();
+/// What regMr and deregMr do for device memory: nothing is pinned, and nothing waited for in the
+/// first.
+Status registerDeviceMemory(void* data, std::size_t bytes, Registration** out);
+void deregisterDeviceMemory(Registration* registration);
 
 /// Listeners and connections that are open, and connections being made.
 [[nodiscard]] std::size_t openCount();

@@ -19,7 +19,8 @@ constexpr std::uint64_t kCreditBatch = kEagerWindow / 2;
 
 }  // namespace
 
-ReceiveEnd::ReceiveEnd(std::string peer) : end_("receiving from", std::move(peer)) {
+ReceiveEnd::ReceiveEnd(std::string peer)
+    : mayAhead_(!DeviceMemory::ofThisProcess().claimed()), end_("receiving from", std::move(peer)) {
   freeSlots_.reserve(kReceiveSlots);
   freeRequests_.reserve(kReceiveSlots);
   for (std::size_t i = kReceiveSlots; i-- > 0;) {
@@ -83,6 +84,15 @@ Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
 void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.data = static_cast<std::byte*>(receive.data);
   slot.capacity = receive.bytes;
+  slot.staged = nullptr;
+  slot.small = false;
+  slot.asked = 0;
+  if (receive.memory != nullptr) {
+    if (!slot.ownStaged) slot.ownStaged = std::make_unique<StagedReceive>();
+    slot.staged = slot.ownStaged.get();
+    slot.staged->begin(receive.memory->shared_from_this(), receive.data);
+    staging_.push_back(&slot);
+  }
   slot.total.store(0, std::memory_order_relaxed);
   slot.reserved.store(0, std::memory_order_relaxed);
   slot.received.store(0, std::memory_order_relaxed);
@@ -92,7 +102,7 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.posted = slot.done = false;
   slot.bytes = 0;
   tag.open.push_back(&slot);
-  if (ahead_ == nullptr) ahead_ = &tag;
+  if (ahead_ == nullptr && mayAhead_) ahead_ = &tag;
   openAhead(slot);
   if (!tag.early.empty() && tag.early.front().index == slot.index) {
     Early& early = tag.early.front();
@@ -107,16 +117,16 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
       early.slot = &slot;
       return;
     }
-    if (!early.payload.empty()) {
-      std::memcpy(slot.data, early.payload.data(), early.payload.size());
-    }
-    finish(slot, early.payload.size());
+    deliver(slot, early.payload);
     tag.early.pop_front();
     gaveBack(tag);
     return;
   }
-  const bool asked = !tag.asked.empty() && tag.asked.front() == slot.index;
-  if (asked) tag.asked.pop_front();
+  const bool asked = !tag.asked.empty() && tag.asked.front().index == slot.index;
+  if (asked) {
+    slot.asked = tag.asked.front().bytes;
+    tag.asked.pop_front();
+  }
   if (asked || (tag.large && slot.capacity > kEagerBytes)) namePlace(slot);
 }
 
@@ -132,11 +142,18 @@ void ReceiveEnd::openAhead(Slot& slot) {
 
 void ReceiveEnd::namePlace(Slot& slot) {
   if (slot.posted) return;
+  std::uint64_t limit = 0;
+  // Not now: once the sender asks, or there is room.
+  if (slot.staged != nullptr &&
+      !slot.staged->reserve(slot.asked != 0 ? std::min(slot.asked, slot.capacity) : slot.capacity,
+                            slot.asked != 0, &limit)) {
+    return;
+  }
   slot.gate.store(slot.turn, std::memory_order_release);
-  sayPosted(slot);
+  sayPosted(slot, limit);
 }
 
-void ReceiveEnd::sayPosted(Slot& slot) {
+void ReceiveEnd::sayPosted(Slot& slot, std::uint64_t limit) {
   slot.posted = true;
   Control control;
   control.ahead = slot.tag == ahead_ ? 1 : 0;
@@ -144,11 +161,13 @@ void ReceiveEnd::sayPosted(Slot& slot) {
   control.index = slot.index;
   control.bytes = slot.capacity;
   control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
+  control.limit = limit;
   end_.say(Kind::Posted, control);
 }
 
 bool ReceiveEnd::finished(Slot& slot) {
   if (slot.done) return true;
+  if (slot.staged != nullptr) return false;  // progressStaged tells
   // All that has been given a place is there, and so nobody writes there any more.
   const std::uint64_t received = slot.received.load(std::memory_order_acquire);
   if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
@@ -156,17 +175,66 @@ bool ReceiveEnd::finished(Slot& slot) {
   finish(slot, received);
   if (!slot.posted) {  // sent ahead of being asked for, and so will be the next
     slot.tag->large = true;
-    sayPosted(slot);
+    sayPosted(slot, 0);
   }
   return true;
 }
 
 void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
+  takeOff(slot, bytes);
+  slot.done = true;
+}
+
+void ReceiveEnd::smallCame(Slot& slot, std::uint64_t bytes) {
+  if (slot.staged == nullptr) return finish(slot, bytes);
+  takeOff(slot, bytes);
+  slot.small = true;
+  slot.staged->smallIsHere();
+}
+
+void ReceiveEnd::deliver(Slot& slot, const std::vector<std::byte>& payload) {
+  std::byte* const to = slot.staged != nullptr ? slot.staged->small(payload.size()) : slot.data;
+  if (!payload.empty()) std::memcpy(to, payload.data(), payload.size());
+  smallCame(slot, payload.size());
+}
+
+Status ReceiveEnd::progressStaged() {
+  for (std::size_t i = 0; i < staging_.size();) {
+    Slot& slot = *staging_[i];
+    if (!slot.posted && slot.asked != 0 && !slot.small) namePlace(slot);
+    const std::uint64_t total = slot.total.load(std::memory_order_relaxed);
+    std::uint64_t limit = 0;
+    if (Status status = slot.staged->progress(total, &limit); !status) return end_.fail(status);
+    if (limit != 0) {
+      Control control;
+      control.tag = slot.tag->tag;
+      control.index = slot.index;
+      control.limit = limit;
+      control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
+      end_.say(Kind::More, control);
+    }
+    if (!slot.staged->finished(total)) {
+      ++i;
+      continue;
+    }
+    if (slot.small) {
+      slot.done = true;
+    } else {
+      slot.tag->wasted = 0;
+      finish(slot, total);
+    }
+    slot.staged->end();
+    DeviceMemory::ofThisProcess().countReceived(slot.bytes);
+    staging_.erase(staging_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return {};
+}
+
+void ReceiveEnd::takeOff(Slot& slot, std::uint64_t bytes) {
   slot.gate.store(0, std::memory_order_seq_cst);
   if (slot.tag == ahead_) {
     openAhead_[slot.index % kReceiveSlots].index.store(kNoIndex, std::memory_order_release);
   }
-  slot.done = true;
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
   open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
@@ -195,8 +263,20 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
     bool gone = false;
     if (Status status = progress(&gone); !status) return status;
     gone = gone || overdue(*request);
+    if (!staging_.empty()) {
+      if (Status status = progressStaged(); !status) return status;
+    }
     // Looked at again: the last piece may have come just before the end.
-    if (!allFinished()) return gone ? end_.fail(end_.whyGone()) : Status();
+    if (!allFinished()) {
+      // What only the mover has to do does not need the peer.
+      gone = gone &&
+             !std::all_of(
+                 request->slots.begin(), request->slots.begin() + request->count, [&](Slot* slot) {
+                   return finished(*slot) ||
+                          (slot->staged != nullptr && slot->staged->allCame(slot->total.load()));
+                 });
+      return gone ? end_.fail(end_.whyGone()) : Status();
+    }
   }
   for (std::size_t i = 0; i < request->count; ++i) {
     Slot& slot = *request->slots[i];
@@ -269,6 +349,7 @@ Status ReceiveEnd::begin(const FrameHeader& header) {
     tag->wasted = 0;
   }
   comingSlot_ = &slot;
+  if (slot.staged != nullptr) comingData_ = slot.staged->small(header.bytes);
   return {};
 }
 
@@ -279,39 +360,38 @@ void ReceiveEnd::end() {
     Early& early = *comingEarly_;
     early.complete = true;
     if (early.slot == nullptr) return;
-    if (!early.payload.empty()) {
-      std::memcpy(early.slot->data, early.payload.data(), early.payload.size());
-    }
-    finish(*early.slot, early.payload.size());
+    deliver(*early.slot, early.payload);
     tag.early.remove_if([&](const Early& other) { return &other == &early; });
   } else {
-    finish(*comingSlot_, comingBytes_);
+    smallCame(*comingSlot_, comingBytes_);
   }
   gaveBack(tag);
 }
 
 Status ReceiveEnd::heardAnnounce(const Control& control) {
   TagState* const tag = stateOf(control.tag);
-  if (tag == nullptr || control.bytes <= kEagerBytes ||
-      control.bytes > nccl_abi::kMaxMessageBytes) {
-    return Status::error(Code::Remote, fmt::format("a large message of {} bytes announced (tag {})",
+  if (tag == nullptr || control.bytes == 0 || control.bytes > nccl_abi::kMaxMessageBytes) {
+    return Status::error(Code::Remote, fmt::format("a message of {} bytes announced (tag {})",
                                                    control.bytes, control.tag));
   }
   tag->large = true;
   tag->wasted = 0;
   if (control.index >= tag->next) {
     if (tag->asked.size() >= kReceiveSlots ||
-        (!tag->asked.empty() && tag->asked.back() >= control.index)) {
+        (!tag->asked.empty() && tag->asked.back().index >= control.index)) {
       return Status::error(Code::Remote, fmt::format("message {} of tag {} announced out of order",
                                                      control.index, control.tag));
     }
-    tag->asked.push_back(control.index);
+    tag->asked.push_back({control.index, control.bytes});
     return {};
   }
   const auto found = std::find_if(tag->open.begin(), tag->open.end(),
                                   [&](const Slot* slot) { return slot->index == control.index; });
   // Not open: its place was named and has been used before the question came.
-  if (found != tag->open.end()) namePlace(**found);
+  if (found != tag->open.end()) {
+    (*found)->asked = control.bytes;
+    namePlace(**found);
+  }
   return {};
 }
 
@@ -321,7 +401,8 @@ std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad
   }
   *bad = end_.begin(header);
   if (!*bad) return nullptr;
-  return end_.comingSlot_ != nullptr ? end_.comingSlot_->data : end_.comingEarly_->payload.data();
+  if (end_.comingSlot_ == nullptr) return end_.comingEarly_->payload.data();
+  return end_.comingSlot_->staged != nullptr ? end_.comingData_ : end_.comingSlot_->data;
 }
 
 void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
@@ -354,22 +435,29 @@ std::byte* ReceiveEnd::reserve(Slot& slot, std::uint32_t turn, std::uint64_t off
   const std::uint64_t before = slot.reserved.fetch_add(bytes, std::memory_order_seq_cst);
   // Looked at again: the gate may have been closed before the place was taken.
   const bool open = slot.gate.load(std::memory_order_seq_cst) == turn;
-  return open && before + bytes <= total ? slot.data + offset : nullptr;
+  if (!open || before + bytes > total) return nullptr;
+  return slot.staged != nullptr ? slot.staged->place(offset, bytes, total) : slot.data + offset;
 }
 
 std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
   if (static_cast<Kind>(header.kind) == Kind::Ahead) return placeAhead(header, bad);
   const Piece piece = pieceOf(header);
   const Place& at = piece.body.place;
-  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots) {
-    std::byte* const place =
-        reserve(end_.slots_[at.slot], at.turn, piece.offset, header.bytes, piece.body.total);
-    if (place != nullptr) return place;
+  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots &&
+      piece.body.base <= piece.body.total) {
+    Slot& slot = end_.slots_[at.slot];
+    const std::uint64_t left = piece.body.total - piece.body.base;
+    if (piece.offset <= left) {
+      const std::uint64_t offset = piece.body.base + piece.offset;
+      std::byte* const place = reserve(slot, at.turn, offset, header.bytes, piece.body.total);
+      if (place != nullptr) return place;
+    }
   }
   *bad = Status::error(Code::Remote,
                        fmt::format("it sent [{}, +{}) of a message of {} bytes for receive {}/{}, "
                                    "which does not take that",
-                                   piece.offset, header.bytes, piece.body.total, at.slot, at.turn));
+                                   piece.body.base + piece.offset, header.bytes, piece.body.total,
+                                   at.slot, at.turn));
   return nullptr;
 }
 
@@ -404,6 +492,11 @@ void ReceiveEnd::DataSink::arrived(const FrameHeader& header) {
                   std::memory_order_relaxed)
             : pieceOf(header).body.place.slot;
   Slot& slot = end_.slots_[at];
+  if (slot.staged != nullptr) {
+    const Piece piece = pieceOf(header);
+    slot.staged->arrived(piece.body.base + piece.offset, header.bytes, piece.body.total);
+    return;
+  }
   slot.received.fetch_add(header.bytes, std::memory_order_release);
 }
 

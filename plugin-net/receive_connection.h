@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plugin-net/endpoint.h"
+#include "plugin-net/staged_receive.h"
 
 namespace hoccl::net_plugin {
 
@@ -31,8 +32,9 @@ class ReceiveEnd final : public ReceiveConnection {
   struct Slot {
     std::byte* data = nullptr;
     std::uint64_t capacity = 0;
-    std::atomic<std::uint32_t> gate{0};      ///< the turn whose pieces may come; 0: none
-    std::atomic<std::uint64_t> total{0};     ///< of the message, from its first piece on
+    StagedReceive* staged = nullptr;      ///< into device memory: in place of `data` and `received`
+    std::atomic<std::uint32_t> gate{0};   ///< the turn whose pieces may come; 0: none
+    std::atomic<std::uint64_t> total{0};  ///< of the message, from its first piece on
     std::atomic<std::uint64_t> reserved{0};  ///< bytes that have been given a place
     std::atomic<std::uint64_t> received{0};  ///< bytes that are there
 
@@ -41,7 +43,10 @@ class ReceiveEnd final : public ReceiveConnection {
     std::uint64_t index = 0;
     bool posted = false;  ///< the sender has been told of it
     bool done = false;
-    std::uint64_t bytes = 0;  ///< once done
+    bool small = false;       ///< staged: a small message has come for it
+    std::uint64_t asked = 0;  ///< staged: bytes of the message that waits for its place
+    std::uint64_t bytes = 0;  ///< once done, or small
+    std::unique_ptr<StagedReceive> ownStaged;  ///< made with the first use
   };
   /// A small message that has come before its receive.
   struct Early {
@@ -52,14 +57,18 @@ class ReceiveEnd final : public ReceiveConnection {
   };
   struct TagState {
     int tag = 0;
-    std::uint64_t next = 0;           ///< index of the next receive
-    std::uint64_t nextMessage = 0;    ///< small messages come in order: the lowest index that may
-    std::uint64_t unsaid = 0;         ///< small messages received and not given back yet
-    bool large = false;               ///< receives are named as they are opened
-    unsigned wasted = 0;              ///< small messages in a row into receives that were named
-    std::deque<Slot*> open;           ///< by index
-    std::list<Early> early;           ///< by index
-    std::deque<std::uint64_t> asked;  ///< announced messages without a receive
+    std::uint64_t next = 0;         ///< index of the next receive
+    std::uint64_t nextMessage = 0;  ///< small messages come in order: the lowest index that may
+    std::uint64_t unsaid = 0;       ///< small messages received and not given back yet
+    bool large = false;             ///< receives are named as they are opened
+    unsigned wasted = 0;            ///< small messages in a row into receives that were named
+    std::deque<Slot*> open;         ///< by index
+    std::list<Early> early;         ///< by index
+    struct Asked {
+      std::uint64_t index;
+      std::uint64_t bytes;
+    };
+    std::deque<Asked> asked;  ///< announced messages without a receive
   };
   /// An open receive of the tag that may be sent ahead, to be found by its index.
   struct OpenByIndex {
@@ -98,7 +107,7 @@ class ReceiveEnd final : public ReceiveConnection {
   void open(Slot& slot, const Receive& receive, TagState& tag);
   void openAhead(Slot& slot);
   void namePlace(Slot& slot);
-  void sayPosted(Slot& slot);
+  void sayPosted(Slot& slot, std::uint64_t limit);
   /// Room for a piece in a receive, if pieces of that turn may come.
   static std::byte* reserve(Slot& slot, std::uint32_t turn, std::uint64_t offset,
                             std::uint64_t bytes, std::uint64_t total);
@@ -106,6 +115,11 @@ class ReceiveEnd final : public ReceiveConnection {
   [[nodiscard]] bool overdue(const ReceiveRequest& request);
   [[nodiscard]] bool finished(Slot& slot);
   void finish(Slot& slot, std::uint64_t bytes);
+  void takeOff(Slot& slot, std::uint64_t bytes);
+  /// A small message is there in full: in the receive's memory, or to be copied there.
+  void smallCame(Slot& slot, std::uint64_t bytes);
+  void deliver(Slot& slot, const std::vector<std::byte>& payload);
+  Status progressStaged();
   void gaveBack(TagState& tag);
   /// A small message begins: where its payload goes.
   Status begin(const FrameHeader& header);
@@ -119,11 +133,14 @@ class ReceiveEnd final : public ReceiveConnection {
   int lastTag_ = 0;
   TagState* last_ = nullptr;  ///< of lastTag_
   std::array<Slot, kReceiveSlots> slots_;
-  // The tag whose messages may be sent ahead.
+  // The tag whose messages may be sent ahead. None with device memory, where a place has to be
+  // found for every part of a message.
+  const bool mayAhead_;
   TagState* ahead_ = nullptr;
   std::array<OpenByIndex, kReceiveSlots> openAhead_;  ///< by index modulo its size
   std::atomic<std::uint64_t> openedAhead_{0};         ///< receives of it opened so far
   std::vector<std::uint16_t> freeSlots_;
+  std::vector<Slot*> staging_;  ///< staged ones that are not done
   std::array<ReceiveRequest, kReceiveSlots> requests_;
   std::vector<std::uint16_t> freeRequests_;
   // The small message that is coming.
@@ -132,7 +149,8 @@ class ReceiveEnd final : public ReceiveConnection {
   Slot* comingSlot_ = nullptr;
   Early* comingEarly_ = nullptr;
   std::uint64_t comingBytes_ = 0;
-  Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above
+  std::byte* comingData_ = nullptr;  ///< into a receive that is staged
+  Endpoint end_;                     ///< last: destroyed first, and with it whatever uses the above
 };
 
 }  // namespace hoccl::net_plugin

@@ -8,7 +8,9 @@
 namespace hoccl::net_plugin {
 
 SendEnd::SendEnd(std::string peer, std::uint64_t inlineBytes)
-    : inlineBytes_(inlineBytes), end_("sending to", std::move(peer)) {
+    : mayAhead_(!DeviceMemory::ofThisProcess().claimed()),
+      inlineBytes_(inlineBytes),
+      end_("sending to", std::move(peer)) {
   free_.reserve(kSendRequests);
   for (std::size_t i = kSendRequests; i-- > 0;) {
     requests_[i].connection = this;
@@ -51,7 +53,8 @@ Status SendEnd::progress(bool* gone) {
   return {};
 }
 
-Status SendEnd::send(const void* data, std::size_t bytes, int tag, Request** out) {
+Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Registration* memory,
+                     Request** out) {
   *out = nullptr;
   if (!end_.failure()) return end_.failure();
   if (bytes > nccl_abi::kMaxMessageBytes || (bytes > 0 && data == nullptr)) {
@@ -68,7 +71,15 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, Request** out
   request->data = static_cast<const std::byte*>(data);
   request->bytes = bytes;
   request->tag = tag;
-  if (bytes <= kEagerBytes) {
+  if (memory != nullptr && bytes > 0) {
+    if (!request->staged) request->staged = std::make_unique<StagedSend>();
+    request->staged->begin(memory->shared_from_this(), data, bytes);
+    request->named = false;
+    staging_.push_back(request);
+    if (Status status = sendLarge(*state, *request); !status) return status;
+    if (Status status = progressStaged(); !status) return status;
+    DeviceMemory::ofThisProcess().countSent(bytes);
+  } else if (bytes <= kEagerBytes) {
     bool said = false;
     if (Status status = sendSmall(*state, *request, &said); !status) return status;
     if (!said) {
@@ -122,6 +133,7 @@ Status SendEnd::sendLarge(TagState& tag, SendRequest& request) {
     const Status status = takePosted(request, posted);
     return status.ok() ? status : end_.fail(status);
   }
+  request.posted = 0;
   // Not past one of the same tag that is still here: it might never get by.
   if (&tag == ahead_ && tag.waiting == 1) {
     request.ahead = true;
@@ -130,7 +142,7 @@ Status SendEnd::sendLarge(TagState& tag, SendRequest& request) {
     tryMove(request);
     return {};
   }
-  request.stage = Stage::Asking;
+  request.stage = request.staged && request.staged->active() ? Stage::Staged : Stage::Asking;
   Control control;
   control.tag = request.tag;
   control.index = request.index;
@@ -148,7 +160,13 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
                     request.bytes, request.tag, receive.bytes));
   }
   request.receive = receive;
+  if (request.staged && request.staged->active()) {
+    request.stage = Stage::Staged;
+    request.named = true;
+    return {};
+  }
   request.stage = Stage::Queueing;
+  request.posted = 0;
   tryMove(request);
   return {};
 }
@@ -156,13 +174,15 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
 void SendEnd::tryMove(SendRequest& request) {
   // Messages sent ahead may lie in the data sockets and hold up what is behind them.
   const bool heldUp = aheadUpTo_ > namedUpTo_ && request.state != ahead_;
-  if (!request.ahead && (request.bytes <= inlineBytes_ || heldUp)) {
+  if (!request.ahead && request.posted == 0 && request.receive.limit == 0 &&
+      (request.bytes <= inlineBytes_ || heldUp)) {
     --request.state->waiting;
     request.stage = Stage::Saying;
     request.said = 0;
     return sayParts(request);
   }
   Transfer transfer;
+  transfer.done = &request.moved;
   if (request.ahead) {
     AheadBody body;
     body.tag = request.tag;
@@ -170,19 +190,53 @@ void SendEnd::tryMove(SendRequest& request) {
     body.total = request.bytes;
     transfer.kind = static_cast<std::uint16_t>(Kind::Ahead);
     transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
-  } else {
+    transfer.data = request.data;
+    transfer.bytes = request.bytes;
+    if (!end_.bundle()->post(transfer)) return;
+    request.posted = request.bytes;
+  }
+  const std::uint64_t limit = request.receive.limit;
+  while (request.posted < request.bytes) {
+    std::uint64_t bytes = request.bytes;  // all at once
+    if (limit != 0) {
+      const std::uint64_t end =
+          std::min(request.bytes, (request.posted / kPartBytes + 1) * kPartBytes);
+      if (end > limit) return;
+      bytes = end - request.posted;
+    }
     PieceBody body;
     body.place = request.receive.place;
     body.total = request.bytes;
+    body.base = request.posted;
     transfer.kind = static_cast<std::uint16_t>(Kind::Data);
     transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
+    transfer.data = request.data + request.posted;
+    transfer.bytes = bytes;
+    if (!end_.bundle()->post(transfer)) return;
+    request.posted += bytes;
   }
-  transfer.data = request.data;
-  transfer.bytes = request.bytes;
-  transfer.done = &request.moved;
-  if (!end_.bundle()->post(transfer)) return;
   --request.state->waiting;
   request.stage = Stage::Moving;
+}
+
+Status SendEnd::progressStaged() {
+  for (std::size_t i = 0; i < staging_.size();) {
+    SendRequest& request = *staging_[i];
+    const std::uint64_t limit = request.receive.limit;
+    const std::uint64_t granted = !request.named ? 0
+                                  : limit == 0   ? request.bytes
+                                                 : std::min(limit, request.bytes);
+    if (Status status = request.staged->progress(*end_.bundle(), request.receive.place, granted);
+        !status) {
+      return end_.fail(status);
+    }
+    if (request.staged->finished()) {
+      staging_.erase(staging_.begin() + static_cast<std::ptrdiff_t>(i));  // the order stays
+    } else {
+      ++i;
+    }
+  }
+  return {};
 }
 
 void SendEnd::sayParts(SendRequest& request) {
@@ -209,6 +263,7 @@ bool SendEnd::finished(const SendRequest& request) const {
   if (request.stage == Stage::Small) {
     return end_.failure().ok() && end_.taken() >= request.position;
   }
+  if (request.stage == Stage::Staged) return request.staged->finished();
   return request.stage == Stage::Moving &&
          request.moved.load(std::memory_order_acquire) == request.bytes;
 }
@@ -225,12 +280,19 @@ Status SendEnd::test(Request* base, bool* done, int* sizes) {
     if (request->stage != Stage::Moving || end_.bundle()->gone()) {
       if (Status status = progress(&gone); !status) return status;
     }
+    if (!staging_.empty()) {
+      if (Status status = progressStaged(); !status) return status;
+    }
     // Looked at again: its last piece may have gone just before the end.
     if (!finished(*request)) return gone ? end_.fail(end_.whyGone()) : Status();
   }
   *done = true;
   if (sizes != nullptr) {
     sizes[0] = static_cast<int>(std::min<std::uint64_t>(request->bytes, INT_MAX));
+  }
+  if (request->stage == Stage::Staged) {
+    request->staged->end();
+    --request->state->waiting;
   }
   request->stage = Stage::Free;
   free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
@@ -245,7 +307,7 @@ void SendEnd::heardPosted(const Control& control) {
                                           control.index, control.tag));
     return;
   }
-  if (control.ahead != 0) {
+  if (control.ahead != 0 && mayAhead_) {
     if (ahead_ == nullptr) ahead_ = state;
     if (ahead_ != state) {
       heardBad_ = Status::error(
@@ -254,19 +316,32 @@ void SendEnd::heardPosted(const Control& control) {
     }
     namedUpTo_ = std::max(namedUpTo_, control.index + 1);
   }
-  const PostedReceive posted{control.index, control.bytes, control.place};
+  const PostedReceive posted{control.index, control.bytes, control.limit, control.place};
   if (control.index >= state->next) {
     state->posted[control.index % kReceiveSlots] = posted;
     return;
   }
   for (SendRequest& request : requests_) {
-    if (request.stage == Stage::Asking && request.tag == control.tag &&
-        request.index == control.index) {
+    const bool asks =
+        request.stage == Stage::Asking || (request.stage == Stage::Staged && !request.named);
+    if (asks && request.tag == control.tag && request.index == control.index) {
       heardBad_ = takePosted(request, posted);
       return;
     }
   }
   // Else it was a small one and has gone already.
+}
+
+void SendEnd::heardMore(const Control& control) {
+  for (SendRequest& request : requests_) {
+    const bool named = request.stage == Stage::Queueing || request.stage == Stage::Moving ||
+                       (request.stage == Stage::Staged && request.named);
+    if (!named || request.receive.place != control.place || request.receive.limit == 0) continue;
+    request.receive.limit = std::max(request.receive.limit, control.limit);
+    if (request.stage == Stage::Queueing) tryMove(request);
+    return;
+  }
+  // Of a message that has been asked for only now, or all of which is on its way.
 }
 
 void SendEnd::heardCredit(const Control& control) {
@@ -293,6 +368,8 @@ void SendEnd::ControlSink::arrived(const FrameHeader& header) {
   switch (static_cast<Kind>(header.kind)) {
     case Kind::Posted:
       return end_.heardPosted(control);
+    case Kind::More:
+      return end_.heardMore(control);
     case Kind::Credit:
       return end_.heardCredit(control);
     default:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "plugin-net/endpoint.h"
+#include "plugin-net/staged_send.h"
 
 namespace hoccl::net_plugin {
 
@@ -20,7 +21,8 @@ class SendEnd final : public SendConnection {
   SendEnd(std::string peer, std::uint64_t inlineBytes);
   ~SendEnd() override;
 
-  Status send(const void* data, std::size_t bytes, int tag, Request** out) override;
+  Status send(const void* data, std::size_t bytes, int tag, const Registration* memory,
+              Request** out) override;
   Status test(Request* request, bool* done, int* sizes) override;
 
   [[nodiscard]] FrameSink& dataSink() { return refuseData_; }
@@ -31,6 +33,7 @@ class SendEnd final : public SendConnection {
   struct PostedReceive {
     std::uint64_t index = ~std::uint64_t{0};
     std::uint64_t bytes = 0;
+    std::uint64_t limit = 0;  ///< 0: it takes all at once
     Place place;
   };
   struct TagState {
@@ -45,10 +48,11 @@ class SendEnd final : public SendConnection {
     Free,
     Small,     ///< said; done once the kernel has it
     Asking,    ///< waits for the receive
-    Queueing,  ///< waits for room in the data sockets' queue; of this and the above:
-               ///< TagState::waiting
+    Queueing,  ///< waits for room in the data sockets' queue, or for the receiver to say More; of
+               ///< this and the above: TagState::waiting
     Saying,    ///< goes over the control socket, part by part
     Moving,    ///< with the data sockets
+    Staged,    ///< from device memory
   };
   struct SendRequest : Request {
     Stage stage = Stage::Free;
@@ -58,9 +62,12 @@ class SendEnd final : public SendConnection {
     TagState* state = nullptr;  ///< of that tag
     std::uint64_t index = 0;
     std::uint64_t position = 0;  ///< Small: of the control stream
-    PostedReceive receive;       ///< from Queueing on
-    bool ahead = false;          ///< Queueing, Moving: without `receive`
-    std::uint64_t said = 0;      ///< Saying: bytes of it
+    PostedReceive receive;       ///< from Queueing on; Staged: once `named`
+    bool named = false;
+    bool ahead = false;                  ///< Queueing, Moving: without `receive`
+    std::uint64_t said = 0;              ///< Saying: bytes of it
+    std::uint64_t posted = 0;            ///< Queueing: bytes of it
+    std::unique_ptr<StagedSend> staged;  ///< made with the first use
     std::atomic<std::uint64_t> moved{0};
   };
   class ControlSink final : public FrameSink {
@@ -86,13 +93,16 @@ class SendEnd final : public SendConnection {
   Status sendLarge(TagState& tag, SendRequest& request);
   Status takePosted(SendRequest& request, const PostedReceive& receive);
   void tryMove(SendRequest& request);
+  Status progressStaged();
   void sayParts(SendRequest& request);
   [[nodiscard]] bool finished(const SendRequest& request) const;
   void heardPosted(const Control& control);
+  void heardMore(const Control& control);
   void heardCredit(const Control& control);
 
   ControlSink controlSink_{*this};
   RefuseData refuseData_;
+  const bool mayAhead_;  ///< not with device memory, see ReceiveEnd
   const std::uint64_t inlineBytes_;
   Status heardBad_;  ///< what the peer said makes no sense, or cannot be done
   std::unordered_map<int, TagState> tags_;
@@ -103,6 +113,7 @@ class SendEnd final : public SendConnection {
   std::uint64_t namedUpTo_ = 0;  ///< behind the last receive of that tag that is known to be open
   std::array<SendRequest, kSendRequests> requests_;
   std::vector<std::uint16_t> free_;
+  std::vector<SendRequest*> staging_;  ///< Staged ones
   Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above
 };
 

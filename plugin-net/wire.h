@@ -9,12 +9,17 @@
 //
 // A large one goes over the data sockets straight into the receive, whose place the receiver names
 // in Posted. Receivers say so by themselves once a tag has had a large message; until then, and
-// whenever Posted has not come yet, the sender asks (Announce).
+// whenever Posted has not come yet, the sender asks (Announce). From device memory (staged_send.h)
+// messages of every size but 0 take this way.
 //
 // One tag of a connection, the first that the receiver receives, may do without: its receives are
 // found by their index (Posted says so, in `ahead`). Pieces of its messages may thus be sent before
 // the receive is named (Ahead), and lie in the sockets until it is opened. What they hold up there,
 // every message of another tag, then goes over the control socket.
+//
+// A receive into device memory has room for a part of a large message at a time. Posted then says
+// how far the sender may go, and More when it may go on; every transfer stays within one part of
+// kPartBytes.
 
 #include <array>
 #include <bit>
@@ -30,6 +35,8 @@ inline constexpr std::uint32_t kProtocolVersion = 2;
 inline constexpr std::size_t kEagerBytes = 16 << 10;
 /// Small messages of a tag without a receive that the receiver keeps.
 inline constexpr std::uint64_t kEagerWindow = 32;
+/// Parts in which a receive into device memory takes a message.
+inline constexpr std::uint64_t kPartBytes = 256 << 10;
 /// Receives of a connection that may be open, and so posted ahead of the sender.
 inline constexpr std::size_t kReceiveSlots = 256;
 /// Tags of a connection. NCCL uses one for each rank behind the same NIC.
@@ -41,7 +48,8 @@ enum class Kind : std::uint16_t {
   Posted = 3,    ///< receiver: receive `index` takes up to `bytes`, at `place`
   Credit = 4,    ///< receiver: `index` more small messages of the tag have been received
   Data = 5,      ///< on the data sockets: a piece for `place`
-  Ahead = 6,     ///< on the data sockets: a piece of a message whose receive has not been named
+  More = 6,      ///< receiver: receive `index` takes bytes up to `limit` now
+  Ahead = 7,     ///< on the data sockets: a piece of a message whose receive has not been named
 };
 
 /// Of a receive that is open: the slot, and its turn, which tells uses of a slot apart.
@@ -58,7 +66,8 @@ struct Control {
   std::uint64_t index = 0;
   std::uint64_t bytes = 0;
   Place place;
-  std::array<std::uint8_t, 16> unused{};
+  std::uint64_t limit = 0;  ///< Posted, More: the bytes it takes for now; 0: all, in any pieces
+  std::array<std::uint8_t, 8> unused{};
 };
 static_assert(sizeof(Control) == kFrameUserBytes);
 
@@ -66,7 +75,8 @@ static_assert(sizeof(Control) == kFrameUserBytes);
 struct PieceBody {
   Place place;
   std::uint64_t total = 0;  ///< of the whole message
-  std::array<std::uint8_t, 24> unused{};
+  std::uint64_t base = 0;   ///< where the piece's transfer begins in the message
+  std::array<std::uint8_t, 16> unused{};
 };
 struct Piece {
   std::uint64_t offset = 0;

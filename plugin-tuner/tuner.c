@@ -1,12 +1,14 @@
 /* NCCL's tuner: how many CTAs, at most, run what stays on NCCL's kernels (HOCCL_CTAS). In C, in the
  * shim: a few comparisons need no core, and a process that is only tuned loads none. NCCL's choice of
- * algorithm and protocol is left alone. The interface is declared here from the facts of NCCL's public
+ * algorithm and protocol is left alone, but for LL128 between nodes while the net plugin takes device memory
+ * through staging (HOCCL_NET_STAGING=1; docs/net-plugin.md says why). The interface is declared here from the facts of NCCL's public
  * headers, versions 2 to 6. */
 
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "plugin-tuner/shim.h"
 
@@ -19,6 +21,8 @@
 #define ALGORITHM_COLLNET_DIRECT 2
 #define ALGORITHM_COLLNET_CHAIN 3
 #define RULED_OUT (-1.0f)
+/* A column of it. */
+#define PROTOCOL_LL128 1
 
 #define LOG_WARN 2
 #define LOG_INFO 3
@@ -30,7 +34,8 @@ typedef void (*Logger)(int level, unsigned long subsystems, const char* file, in
 
 /* Of one communicator. Nothing of the tuner is the process's. */
 struct Tuner {
-  int ctas; /* 0: NCCL's own choice */
+  int ctas;    /* 0: NCCL's own choice */
+  int noLl128; /* where the network is used */
 };
 
 static int readCtas(Logger log) {
@@ -51,11 +56,17 @@ static int readCtas(Logger log) {
 }
 
 /* Never an error: without a tuner of its own the communicator gets NCCL's choice. */
-static ncclResult_t begin(void** context, Logger log, int version) {
+static ncclResult_t begin(void** context, size_t nodes, Logger log, int version) {
   struct Tuner* tuner = calloc(1, sizeof *tuner);
   *context = tuner;
   if (!tuner) return ncclSuccess;
   tuner->ctas = readCtas(log);
+  const char* const staging = getenv("HOCCL_NET_STAGING");
+  tuner->noLl128 = nodes > 1 && version >= 3 && staging && strcmp(staging, "1") == 0;
+  if (log && tuner->noLl128) {
+    log(LOG_INFO, SUBSYSTEM_INIT | SUBSYSTEM_TUNING, "hoccl", 0,
+        "TUNER/HOCCL : no LL128 between nodes (HOCCL_NET_STAGING=1)");
+  }
   if (log) {
     if (tuner->ctas > 0) {
       log(LOG_INFO, SUBSYSTEM_INIT | SUBSYSTEM_TUNING, "hoccl", 0,
@@ -91,8 +102,17 @@ static int possible(float** table, int algorithms, int protocols, int algorithm)
   return 0;
 }
 
+/* All ranks see the same nodes and have the same variables, so they rule out the same. */
+static void ruleOutLl128(const struct Tuner* tuner, float** table, int algorithms, int protocols) {
+  if (!tuner || !tuner->noLl128 || !table || protocols <= PROTOCOL_LL128) return;
+  for (int a = 0; a < algorithms; ++a) {
+    ((float*)table)[(size_t)a * (size_t)protocols + PROTOCOL_LL128] = RULED_OUT;
+  }
+}
+
 static ncclResult_t limitByTable(void* context, size_t bytes, float** table, int algorithms,
                                  int protocols, int* channels) {
+  ruleOutLl128(context, table, algorithms, protocols);
   if (!possible(table, algorithms, protocols, ALGORITHM_COLLNET_DIRECT) &&
       !possible(table, algorithms, protocols, ALGORITHM_COLLNET_CHAIN)) {
     limit(context, bytes, channels);
@@ -103,27 +123,27 @@ static ncclResult_t limitByTable(void* context, size_t bytes, float** table, int
 /* --- Entry points. A collective's kind is NCCL's enum, an int here. */
 
 static ncclResult_t initV2(size_t ranks, size_t nodes, Logger log, void** context) {
-  (void)ranks, (void)nodes;
-  return begin(context, log, 2);
+  (void)ranks;
+  return begin(context, nodes, log, 2);
 }
 static ncclResult_t initV3(size_t ranks, size_t nodes, Logger log, void** context) {
-  (void)ranks, (void)nodes;
-  return begin(context, log, 3);
+  (void)ranks;
+  return begin(context, nodes, log, 3);
 }
 static ncclResult_t initV4(size_t ranks, size_t nodes, Logger log, void** context) {
-  (void)ranks, (void)nodes;
-  return begin(context, log, 4);
+  (void)ranks;
+  return begin(context, nodes, log, 4);
 }
 /* The domains of NVLink and the constants of NCCL's model are not looked at. */
 static ncclResult_t initV5(void** context, uint64_t commId, size_t ranks, size_t nodes, Logger log,
                            void* domains, void* constants) {
-  (void)commId, (void)ranks, (void)nodes, (void)domains, (void)constants;
-  return begin(context, log, 5);
+  (void)commId, (void)ranks, (void)domains, (void)constants;
+  return begin(context, nodes, log, 5);
 }
 static ncclResult_t initV6(void** context, uint64_t commId, size_t ranks, size_t nodes, Logger log,
                            void* domains, void* constants) {
-  (void)commId, (void)ranks, (void)nodes, (void)domains, (void)constants;
-  return begin(context, log, 6);
+  (void)commId, (void)ranks, (void)domains, (void)constants;
+  return begin(context, nodes, log, 6);
 }
 
 static ncclResult_t infoV2(void* context, int kind, size_t bytes, int collnet, int nvls, int operations,
@@ -181,6 +201,10 @@ _Static_assert(sizeof(struct TunerV2) == 4 * 8 && sizeof(struct TunerV3) == 4 * 
 _Static_assert(offsetof(struct TunerV6, getCollInfo) == 2 * 8 &&
                    offsetof(struct TunerV6, getChunkSize) == 4 * 8 && sizeof(ncclResult_t) == 4,
                "NCCL's tables of pointers");
+
+/* Asked for by the net plugin, which takes device memory only where somebody keeps LL128 off. */
+EXPORT extern const int hocclTunerRulesOutLl128;
+const int hocclTunerRulesOutLl128 = 1;
 
 static const char kName[] = "HOCCL";
 EXPORT extern const struct TunerV2 ncclTunerPlugin_v2;

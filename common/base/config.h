@@ -47,6 +47,11 @@ namespace hoccl {
   X(netInlineBytes, Bytes, "HOCCL_NET_INLINE_BYTES", "0", 0, 1ull << 40, "", 0,                  \
     "net plugin: larger messages go over data sockets with threads of their own, those up to here over the "  \
     "connection's first socket, on NCCL's thread")                                                   \
+  X(netStaging, Flag, "HOCCL_NET_STAGING", "0", 0, 1, "", 1,                                        \
+    "net plugin: 1 takes device memory, too, copied to and from staging memory by a mover process; needs "  \
+    "NCCL_TUNER_PLUGIN or NCCL_PROTO=^LL128, and NCCL_NET_GDR_LEVEL=SYS for NCCL to offer it")       \
+  X(netStagingBytes, Bytes, "HOCCL_NET_STAGING_BYTES", "128MiB", 2 << 20, 1ull << 36, "", 0,        \
+    "pinned staging memory of the net plugin, of a process and GPU, half of it for each direction")  \
   X(ctas, Count, "HOCCL_CTAS", "0", 0, 64, "", 1,                                                    \
     "CTAs (SMs), at most, of a collective that stays on NCCL's kernels; needs NCCL_TUNER_PLUGIN; 0 leaves "  \
     "it to NCCL")                                                                                   \

@@ -1,14 +1,10 @@
 #include "common/runtime/mover_client.h"
 
-#include <dlfcn.h>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,8 +16,7 @@
 #include "common/base/time.h"
 #include "common/base/unix_socket.h"
 #include "common/runtime/live_movers.h"
-
-extern char** environ;
+#include "common/runtime/mover_spawn.h"
 
 namespace hoccl {
 namespace {
@@ -32,51 +27,6 @@ constexpr int kSpins = 1000;
 constexpr useconds_t kFullNapUs = 20;
 /// Launch slots among which the launch path goes round as long as one of them is free: 8 KiB of flags.
 constexpr std::uint32_t kSlotWindow = 64;
-
-std::string folderOfThisLibrary() {
-  Dl_info info{};
-  if (!::dladdr(reinterpret_cast<void*>(&folderOfThisLibrary), &info) || !info.dli_fname) return ".";
-  const std::string path = info.dli_fname;
-  const std::size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "." : path.substr(0, slash);
-}
-
-Status findMover(const Config& config, std::string* out) {
-  if (!config.mover.empty()) {
-    if (::access(config.mover.c_str(), X_OK) == 0) {
-      *out = config.mover;
-      return {};
-    }
-    return Status::fromErrno(
-        fmt::format("HOCCL_MOVER_PATH={} cannot be executed", config.mover), errno);
-  }
-  const std::string folder = folderOfThisLibrary();
-  std::string tried;
-  for (const char* place : {"/", "/../bin/", "/../libexec/", "/../mover/"}) {
-    std::string path = folder + place + "hoccl-mover";
-    if (::access(path.c_str(), X_OK) == 0) {
-      *out = std::move(path);
-      return {};
-    }
-    tried += (tried.empty() ? "" : ", ") + path;
-  }
-  return Status::error(Code::System,
-                       fmt::format("no hoccl-mover found (tried {}): reinstall HOCCL or set "
-                                   "HOCCL_MOVER_PATH",
-                                   tried));
-}
-
-/// The mover's environment: without what is meant for the application's CUDA or loader alone.
-std::vector<char*> moverEnvironment() {
-  std::vector<char*> result;
-  for (char** entry = environ; *entry; ++entry) {
-    const bool skip = std::strncmp(*entry, "LD_PRELOAD=", 11) == 0 ||
-                      std::strncmp(*entry, "CUDA_DEVICE_MAX_CONNECTIONS=", 28) == 0;
-    if (!skip) result.push_back(*entry);
-  }
-  result.push_back(nullptr);
-  return result;
-}
 
 }  // namespace
 
@@ -129,33 +79,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
 }
 
 Status MoverClient::spawn(const std::string& executable, int socket) {
-  posix_spawn_file_actions_t actions;
-  posix_spawnattr_t attributes;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawnattr_init(&attributes);
-  posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_adddup2(&actions, socket, kMoverSocketFd);
-  posix_spawn_file_actions_addclosefrom_np(&actions, kMoverSocketFd + 1);
-  sigset_t none, all;
-  sigemptyset(&none);
-  sigfillset(&all);
-  posix_spawnattr_setsigmask(&attributes, &none);
-  posix_spawnattr_setsigdefault(&attributes, &all);
-  posix_spawnattr_setflags(
-      &attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
-  std::string name = "hoccl-mover", mode = "--serve";
-  char* arguments[] = {name.data(), mode.data(), nullptr};
-  std::vector<char*> environment = moverEnvironment();
-  const int failed = ::posix_spawn(&pid_, executable.c_str(), &actions, &attributes, arguments,
-                                   environment.data());
-  posix_spawnattr_destroy(&attributes);
-  posix_spawn_file_actions_destroy(&actions);
-  if (failed) {
-    pid_ = -1;
-    return Status::fromErrno("cannot start " + executable, failed);
-  }
-  moverPidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
-  return moverPidfd_ ? Status() : Status::fromErrno("pidfd_open of the mover", errno);
+  return spawnMover(executable, "--serve", socket, &pid_, &moverPidfd_);
 }
 
 Status MoverClient::greet(const std::string& gpuUuid) {

@@ -116,20 +116,23 @@ class Table final : public Net {
   ncclResult_t deregisterMemory(void* comm, void* handle) override {
     return raw_.deregMr(comm, handle);
   }
-  ncclResult_t send(void* comm, const void* data, std::size_t bytes, int tag,
-                    void** request) override {
+  ncclResult_t send(void* comm, const void* data, std::size_t bytes, int tag, void** request,
+                    void* handle) override {
     void* from = const_cast<void*>(data);
     if constexpr (kVersion == 8) {
-      return raw_.isend(comm, from, static_cast<int>(bytes), tag, nullptr, request);
+      return raw_.isend(comm, from, static_cast<int>(bytes), tag, handle, request);
     } else if constexpr (kVersion == 9) {
-      return raw_.isend(comm, from, bytes, tag, nullptr, request);
+      return raw_.isend(comm, from, bytes, tag, handle, request);
     } else {
-      return raw_.isend(comm, from, bytes, tag, nullptr, nullptr, request);
+      return raw_.isend(comm, from, bytes, tag, handle, nullptr, request);
     }
   }
   ncclResult_t receive(void* comm, int count, void** data, const std::size_t* bytes,
-                       const int* tags, void** request) override {
+                       const int* tags, void** request, void* const* given) override {
     void* handles[abi::kMaxGroupedReceives] = {};
+    for (int i = 0; given != nullptr && i < count && i < abi::kMaxGroupedReceives; ++i) {
+      handles[i] = given[i];
+    }
     int* ownTags = const_cast<int*>(tags);
     if constexpr (kVersion == 8) {
       int sizes[abi::kMaxGroupedReceives] = {};
@@ -142,7 +145,7 @@ class Table final : public Net {
                         request);
     } else {
       return raw_.irecv(comm, count, data, const_cast<std::size_t*>(bytes), ownTags, handles,
-                        handles, request);
+                        nullptr, request);
     }
   }
   ncclResult_t flush(void* comm, void* data, int bytes, void** request) override {

@@ -43,9 +43,9 @@ class Net {
                                       void** handle) = 0;
   virtual ncclResult_t deregisterMemory(void* comm, void* handle) = 0;
   virtual ncclResult_t send(void* comm, const void* data, std::size_t bytes, int tag,
-                            void** request) = 0;
+                            void** request, void* handle = nullptr) = 0;
   virtual ncclResult_t receive(void* comm, int count, void** data, const std::size_t* bytes,
-                               const int* tags, void** request) = 0;
+                               const int* tags, void** request, void* const* handles = nullptr) = 0;
   virtual ncclResult_t flush(void* comm, void* data, int bytes, void** request) = 0;
   virtual ncclResult_t test(void* request, int* done, int* sizes) = 0;
   virtual ncclResult_t closeSend(void* comm) = 0;
