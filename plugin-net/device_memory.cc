@@ -127,25 +127,23 @@ Status DeviceMemory::add(void* data, std::uint64_t bytes, Registration** out) {
 /// memory; it has to begin in some.
 Status DeviceMemory::describe(CUdeviceptr address, std::uint64_t bytes, Gpu& gpu,
                               std::vector<Registration::Run>* out) {
+  const ContextGuard guard(driver_, gpu.mover->context());
   for (CUdeviceptr at = address; at < address + bytes;) {
-    CUdeviceptr base = 0;
-    std::size_t size = 0;
+    MappedSegment segment;
     int capable = 0;
-    Registration::Run run{};
-    CUpointer_attribute names[] = {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-                                   CU_POINTER_ATTRIBUTE_RANGE_SIZE, CU_POINTER_ATTRIBUTE_BUFFER_ID,
-                                   CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE};
-    void* values[] = {&base, &size, &run.allocation, &capable};
-    const CUresult result = driver_->cuPointerGetAttributes(4, names, values, at);
-    if (result != CUDA_SUCCESS || run.allocation == 0 || base + size <= at) {
+    if (!segmentAt(driver_, at, &segment) ||
+        driver_->cuPointerGetAttribute(&capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+                                       at) != CUDA_SUCCESS) {
       if (at > address) return {};
       return cannotBeMapped(driver_, reinterpret_cast<const void*>(at));
     }
-    run.base = base;
-    run.bytes = size;
+    Registration::Run run{};
+    run.allocation = segment.id;
+    run.base = segment.base;
+    run.bytes = segment.bytes;
     HOCCL_RETURN_IF_ERROR(import(gpu, at, capable != 0, &run));
     out->push_back(run);
-    at = base + size;
+    at = segment.end();
   }
   return {};
 }

@@ -4,20 +4,25 @@
 
 namespace hoccl {
 
+bool segmentAt(const Driver* driver, CUdeviceptr address, MappedSegment* out) {
+  std::size_t bytes = 0;
+  // Not the attributes RANGE_START_ADDR and RANGE_SIZE: of mapped memory those tell the
+  // reservation.
+  if (driver->cuMemGetAddressRange(&out->base, &bytes, address) != CUDA_SUCCESS ||
+      driver->cuPointerGetAttribute(&out->id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address) !=
+          CUDA_SUCCESS) {
+    return false;
+  }
+  out->bytes = bytes;
+  return out->id != 0 && out->base <= address && out->end() > address;
+}
+
 Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,
                   std::vector<MappedSegment>* out) {
   out->clear();
   for (CUdeviceptr at = address; at < address + bytes; at = out->back().end()) {
     MappedSegment segment;
-    std::size_t size = 0;
-    // Not the attributes RANGE_START_ADDR and RANGE_SIZE: those tell the reservation.
-    CUresult result = driver->cuMemGetAddressRange(&segment.base, &size, at);
-    if (result == CUDA_SUCCESS) {
-      result = driver->cuPointerGetAttribute(&segment.id, CU_POINTER_ATTRIBUTE_BUFFER_ID, at);
-    }
-    segment.bytes = size;
-    const bool neighbour = out->empty() ? segment.base <= at : segment.base == at;
-    if (result != CUDA_SUCCESS || segment.id == 0 || !neighbour || segment.end() <= at) {
+    if (!segmentAt(driver, at, &segment) || (!out->empty() && segment.base != at)) {
       return Status::error(
           Code::InvalidArgument,
           fmt::format("{} bytes at {:#x} reach beyond what is mapped there: nothing "

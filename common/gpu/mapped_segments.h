@@ -19,6 +19,9 @@ struct MappedSegment {
   friend bool operator==(const MappedSegment&, const MappedSegment&) = default;
 };
 
+/// The allocation or mapping at the address; false: nothing is mapped there. With a context
+/// current.
+[[nodiscard]] bool segmentAt(const Driver* driver, CUdeviceptr address, MappedSegment* out);
 /// The segments that the buffer lies in, in the order of their addresses. InvalidArgument where it
 /// reaches beyond what is mapped. Inside an NCCL call; three attributes for each segment.
 Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,

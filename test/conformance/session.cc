@@ -6,6 +6,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <utility>
@@ -28,6 +29,8 @@ void logger(int level, unsigned long, const char*, int, const char* format, ...)
   va_end(arguments);
   const std::lock_guard<std::mutex> lock(logMutex);
   logLines.push_back({level, text});
+  // Of a test that fails, with CONFORMANCE_LOG set: what the plugin said.
+  if (std::getenv("CONFORMANCE_LOG") != nullptr) std::fprintf(stderr, "%s\n", text);
 }
 
 // Runs a call that must not block.
