@@ -46,6 +46,12 @@ HocclEmuCounters EmulatedGpu::counters() const {
   return counters;
 }
 
+void EmulatedGpu::launchWait(CUstream stream, CUdeviceptr flag, std::uint64_t value) const {
+  const auto launch = reinterpret_cast<decltype(&::hocclEmuLaunchWaitKernel)>(
+      ::dlsym(library_, "hocclEmuLaunchWaitKernel"));
+  REQUIRE_OK(launch(stream, flag, value, 132));
+}
+
 void* EmulatedGpu::alloc(std::size_t bytes) const {
   CUdeviceptr pointer = 0;
   REQUIRE_OK(driver_->cuMemAlloc(&pointer, bytes));

@@ -24,6 +24,9 @@ class EmulatedGpu {
   /// Of this process.
   [[nodiscard]] HocclEmuCounters counters() const;
 
+  /// A kernel on all SMs that ends when the word at `flag` is `value` or more.
+  void launchWait(CUstream stream, CUdeviceptr flag, std::uint64_t value) const;
+
   void* alloc(std::size_t bytes) const;
   void free(void* pointer) const;
   /// Segments of 2 MiB side by side, as PyTorch's expandable_segments have them.
