@@ -140,7 +140,7 @@ Status CopyClient::import(CopyMessage message, UniqueFd segment, std::uint64_t* 
   used_[*id % kMaxCopyImports] = true;
   ++imports_;
   message.import = *id;
-  send(message, std::move(segment));
+  queue(message, std::move(segment));  // waking the mover would cost more than all the rest
   return {};
 }
 
@@ -152,8 +152,9 @@ void CopyClient::drop(std::span<const std::uint64_t> ids) {
       CopyMessage message{};
       message.kind = CopyMessageKind::Drop;
       message.import = id;
-      send(message, {});
+      queue(message, {});
     }
+    flushHeld();
     if (silent_) patienceMs = kSilentMs;
   }
   const Deadline deadline = Deadline::afterMs(patienceMs);
@@ -183,13 +184,14 @@ void CopyClient::drop(std::span<const std::uint64_t> ids) {
   }
 }
 
-/// In order, and never waiting: what the socket has no room for goes with the next call. control_
-/// is held.
-void CopyClient::send(CopyMessage message, UniqueFd segment) {
+/// control_ is held.
+void CopyClient::queue(CopyMessage message, UniqueFd segment) {
   message.magic = kMoverMagic;
   outbox_.push_back({message, std::move(segment)});
-  flushHeld();
+  waiting_.store(true, std::memory_order_release);
 }
+
+/// In order, and never waiting: what the socket has no room for goes with the next call.
 
 void CopyClient::flushHeld() {
   while (!outbox_.empty()) {

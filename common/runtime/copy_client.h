@@ -30,7 +30,8 @@ class CopyClient {
   CopyClient(const CopyClient&) = delete;
   CopyClient& operator=(const CopyClient&) = delete;
 
-  // --- Imports: memory that copies may name. Neither call waits.
+  // --- Imports: memory that copies may name. Neither call waits or makes a system call; the mover
+  // hears of them at the next `flush` and maps them then, while copies of them wait there.
   Status importHandle(CUdeviceptr base, std::uint64_t bytes, const CUipcMemHandle& handle,
                       std::uint64_t* id);
   Status importSegment(CUdeviceptr base, std::uint64_t bytes, UniqueFd segment, std::uint64_t* id);
@@ -59,7 +60,7 @@ class CopyClient {
   [[nodiscard]] bool alive();
   /// Why it is not.
   [[nodiscard]] Status whyDead() const;
-  /// Hands on what the socket had no room for.
+  /// Tells the mover of imports it has not heard of.
   void flush();
 
   [[nodiscard]] CUdevice device() const { return device_; }
@@ -82,7 +83,7 @@ class CopyClient {
   };
   Status greet(std::uint64_t timeoutMs);
   Status import(CopyMessage message, UniqueFd segment, std::uint64_t* id);
-  void send(CopyMessage message, UniqueFd segment);
+  void queue(CopyMessage message, UniqueFd segment);
   void flushHeld();
   void ring();
   [[nodiscard]] Pool& poolOf(std::uint32_t slot) {
