@@ -1,12 +1,13 @@
 """Rank side of group net: what NCCL itself moves, by its own kernels, over whatever net it has."""
 
+import ctypes
 import hashlib
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from rank_side import GIB, GUARD, KIB, MIB, Buffer, fill
+from rank_side import GIB, GUARD, KIB, MIB, Buffer, fill, first_wrong
 
 WORLD = 2
 SIZES = [1, 8, 1023, 4 * KIB, 64 * KIB + 1, MIB + 3, 16 * MIB + 5, 256 * MIB, GIB]
@@ -151,7 +152,104 @@ def rates(rank):
     return figures
 
 
+def _nccl():
+    """The NCCL that PyTorch has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libnccl.so" in line}
+    library = ctypes.CDLL(paths.pop())
+    library.ncclCommRegister.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.POINTER(ctypes.c_void_p),
+    ]
+    library.ncclCommDeregister.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+# Each of them a kernel that its first launch loads.
+FIRST_LAUNCHES = [
+    torch.erfinv,
+    torch.lgamma,
+    torch.digamma,
+    torch.sinc,
+    torch.i0,
+    torch.special.i1,
+    torch.special.ndtri,
+    torch.special.erfcx,
+]
+
+
+def _application(i):
+    """What an application does beside: frees memory for good and launches what it has not before."""
+    memory = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del memory
+    torch.cuda.empty_cache()
+    FIRST_LAUNCHES[i % len(FIRST_LAUNCHES)](torch.rand(1000 + i, device="cuda"))
+
+
+def registered(rank):
+    """Buffers registered by ncclCommRegister, while the application frees and launches."""
+    dist.all_reduce(torch.ones(1, device="cuda"))  # the communicator is there
+    comm = dist.group.WORLD._get_backend(torch.device("cuda"))._comm_ptr()
+    nccl = _nccl()
+    give = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    take = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    handles = []
+    for buffer in (give, take):
+        handle = ctypes.c_void_p()
+        result = nccl.ncclCommRegister(comm, buffer.data_ptr(), buffer.numel(), ctypes.byref(handle))
+        rank.check(result == 0, f"ncclCommRegister gave {result}")
+        handles.append(handle)
+    fill(give, rank.rank)
+    launches = 0
+    for size in (64 * KIB + 1, MIB + 3, 64 * MIB, GIB):
+        take.fill_(0xA5)
+        ops = [
+            dist.P2POp(dist.isend, give[:size], rank.peer),
+            dist.P2POp(dist.irecv, take[:size], rank.peer),
+        ]
+        works = dist.batch_isend_irecv(ops)
+        for _ in range(3):
+            _application(launches)
+            launches += 1
+        for work in works:
+            work.wait()
+        wrong = first_wrong(take[:size], rank.peer)
+        rank.check(wrong < 0, f"send/recv of {size} bytes: byte {wrong} is wrong")
+        rank.check(bool((take[size:] == 0xA5).all()), f"bytes behind {size} received were written")
+
+        take.fill_(0xA5)
+        work = dist.all_gather_into_tensor(take[: 2 * size], give[:size], async_op=True)
+        for _ in range(3):
+            _application(launches)
+            launches += 1
+        work.wait()
+        for r in range(WORLD):
+            wrong = first_wrong(take[r * size : (r + 1) * size], r)
+            rank.check(wrong < 0, f"all-gather of {size} bytes, block {r}: byte {wrong} is wrong")
+
+        count = size // 4
+        sums = take[: 4 * count].view(torch.int32)
+        sums.copy_(torch.arange(count, dtype=torch.int32, device="cuda") + 7 * rank.rank)
+        work = dist.all_reduce(sums, async_op=True)
+        for _ in range(2):
+            _application(launches)
+            launches += 1
+        work.wait()
+        expected = 2 * torch.arange(count, dtype=torch.int32, device="cuda") + 7
+        rank.check(torch.equal(sums, expected), f"all-reduce of {size} bytes: not the sum")
+        del expected
+    torch.cuda.synchronize()
+    rank.barrier()
+    for handle in handles:
+        result = nccl.ncclCommDeregister(comm, handle)
+        rank.check(result == 0, f"ncclCommDeregister gave {result}")
+    return {}
+
+
 RANK_CASES = {
+    "registered": registered,
     "all_reduce": lambda rank: _reductions(rank, _all_reduce),
     "reduce_scatter": lambda rank: _reductions(rank, _reduce_scatter),
     "all_gather": all_gather,

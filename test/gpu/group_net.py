@@ -1,11 +1,23 @@
 """net: NCCL's own traffic over libnccl-net-hoccl.so, without steering: every byte as over NCCL's
-sockets, the log naming the plugin; and the rate, against NCCL's sockets at their best setting."""
+sockets, the log naming the plugin; and the rate, against NCCL's sockets at their best setting. Then
+the same with device memory through staging, and with buffers that the application has registered."""
+
+import re
+import time
 
 import common
 
 CASES = ["send_recv", "all_gather", "all_reduce", "reduce_scatter", "two_communicators"]
 COMPARED = CASES[:4]
 LIMIT_S = 60
+REGMR_GOAL_US = 10
+GIB = 1 << 30
+REPORT = re.compile(
+    r"staging: (\d+) sends \((\d+) bytes\) and (\d+) receives \((\d+) bytes\) of device memory, by "
+    r"(\d+) copies out and (\d+) in \((\d+) under 32 KiB\); (\d+) registrations, the slowest "
+    r"([\d.]+) us, the largest \((\d+) bytes\) ([\d.]+) us"
+)
+REPORT_LIMIT_S = 20
 INTERFACE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKET_SETTINGS = [(1, 1), (2, 2), (4, 4), (8, 4), (8, 8)]  # threads, sockets of each
 
@@ -27,15 +39,63 @@ def _said(results, pattern):
     return all(common.lines_matching(output, pattern) for output in outputs)
 
 
-def _compare(context, plugin, sockets):
+def _compare(context, plugin, sockets, prefix=""):
     for case in COMPARED:
         one, other = (r[case].figures if case in r else {} for r in (plugin, sockets))
         keys = [f"rank{r}_sha256" for r in range(2)]
         if not all(k in one and k in other for k in keys):
-            context.reporter.record(f"{case}_as_over_sockets", "error", detail="a run is missing")
+            name = f"{prefix}{case}_as_over_sockets"
+            context.reporter.record(name, "error", detail="a run is missing")
             continue
         same = all(one[k] == other[k] for k in keys)
-        context.reporter.record(f"{case}_as_over_sockets", "pass" if same else "fail")
+        context.reporter.record(f"{prefix}{case}_as_over_sockets", "pass" if same else "fail")
+
+
+def _reports(results):
+    """The plugin's last line about staging in either rank's log, which comes when NCCL closes."""
+    outputs = next(iter(results.values())).outputs
+    until = time.monotonic() + REPORT_LIMIT_S
+    while True:
+        found = [common.lines_matching(output, REPORT.pattern) for output in outputs]
+        if all(found) or time.monotonic() > until:
+            return [REPORT.search(lines[-1]) for lines in found if lines]
+        time.sleep(0.2)
+
+
+def _staging(context, library, over_sockets):
+    staged = {
+        "NCCL_NET_PLUGIN": library,
+        "NCCL_TUNER_PLUGIN": context.install.shim,
+        "HOCCL_NET_STAGING": "1",
+        "NCCL_NET_GDR_LEVEL": "SYS",
+    }
+    results = _cases(context, "staging", COMPARED, staged)
+    for name, pattern in (
+        ("staging_is_claimed", r"device memory of GPU .* goes through"),
+        ("staging_nccl_offers_device_memory", r"via NET/HOCCL/\d+.*GDRDMA"),
+        ("staging_without_ll128", r"no LL128 between nodes"),
+    ):
+        context.reporter.record(name, "pass" if _said(results, pattern) else "fail")
+    _compare(context, results, over_sockets, "staging_")
+    registered = _cases(context, "staging", ["registered"], staged)
+    for name, run in (("staging_counters", results), ("staging_registered_counters", registered)):
+        reports = _reports(run)
+        figures = {}
+        for i, found in enumerate(reports):
+            names = ["sends", "sent_bytes", "receives", "received_bytes", "copies_out", "copies_in"]
+            figures[f"log{i}"] = dict(zip(names, (int(n) for n in found.groups()[:6])))
+        moved = len(reports) == 2 and all(min(int(n) for n in f.groups()[:6]) > 0 for f in reports)
+        context.reporter.record(name, "pass" if moved else "fail", figures=figures)
+    largest = [f for f in _reports(registered) if int(f.group(10)) >= GIB]
+    figures = {"unit": "us", "goal": REGMR_GOAL_US}
+    if largest:
+        figures["value"] = max(float(f.group(11)) for f in largest)
+        figures["slowest_of_all_us"] = max(float(f.group(9)) for f in largest)
+    met = bool(largest) and figures["value"] < REGMR_GOAL_US
+    detail = "" if largest else "NCCL has not given the plugin a buffer of 1 GiB"
+    context.reporter.record(
+        "staging_regmr_of_1GiB", "pass" if met else "fail", detail=detail, figures=figures
+    )
 
 
 def _rates(context, plugin):
@@ -74,4 +134,5 @@ def run(context):
     ):
         context.reporter.record(name, "pass" if _said(results, pattern) else "fail")
     _compare(context, over_plugin, over_sockets)
+    _staging(context, library, over_sockets)
     _rates(context, plugin)
