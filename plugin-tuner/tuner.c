@@ -105,9 +105,15 @@ static int possible(float** table, int algorithms, int protocols, int algorithm)
 /* All ranks see the same nodes and have the same variables, so they rule out the same. */
 static void ruleOutLl128(const struct Tuner* tuner, float** table, int algorithms, int protocols) {
   if (!tuner || !tuner->noLl128 || !table || protocols <= PROTOCOL_LL128) return;
-  for (int a = 0; a < algorithms; ++a) {
-    ((float*)table)[(size_t)a * (size_t)protocols + PROTOCOL_LL128] = RULED_OUT;
+  float* const costs = (float*)table;
+  const int entries = algorithms * protocols;
+  int others = 0;
+  for (int i = 0; i < entries; ++i) {
+    others += i % protocols != PROTOCOL_LL128 && costs[i] != RULED_OUT;
   }
+  /* NCCL_PROTO=LL128: the net plugin takes no device memory then, and an empty table is an error. */
+  if (others == 0) return;
+  for (int a = 0; a < algorithms; ++a) costs[a * protocols + PROTOCOL_LL128] = RULED_OUT;
 }
 
 static ncclResult_t limitByTable(void* context, size_t bytes, float** table, int algorithms,

@@ -86,20 +86,21 @@ class Tuner {
     REQUIRE(symbol_ != nullptr);
     REQUIRE(std::string(at<V2>()->name) == "HOCCL");
   }
-  void* init() {
+  void* init(std::size_t nodes = 2) {
     void* context = nullptr;
     if (version_ <= 4) {
-      REQUIRE_OK(at<V2>()->init(16, 2, logger, &context));
+      REQUIRE_OK(at<V2>()->init(16, nodes, logger, &context));
     } else {
       int domains[3] = {};
-      REQUIRE_OK(at<V5>()->init(&context, 7, 16, 2, logger, domains, nullptr));
+      REQUIRE_OK(at<V5>()->init(&context, 7, 16, nodes, logger, domains, nullptr));
     }
     return context;
   }
-  // The channels it says; the table must be as it was.
-  int ask(void* context, std::size_t bytes, Table table, bool collnet) {
+  // The channels it says; the table must be as it was, or as it is expected to be.
+  int ask(void* context, std::size_t bytes, Table table, bool collnet,
+          const Table* expected = nullptr) {
     int channels = kUntouched;
-    const std::vector<float> before = table.costs;
+    const std::vector<float> before = expected != nullptr ? expected->costs : table.costs;
     auto** const costs = reinterpret_cast<float**>(table.costs.data());
     if (version_ == 2) {
       int algorithm = -1, protocol = -1;
@@ -164,6 +165,36 @@ TEST_P(TunerVersions, CapsTheChannels) {
     // A table that ends before CollNet's rows.
     REQUIRE(tuner.ask(context, 1 << 20, Table(2, 3, 1.0f), false) == 4);
     tuner.finalize(context);
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+// With device memory through the net plugin's staging, NCCL must not take LL128 between nodes.
+TEST_P(TunerVersions, RulesOutLl128ForStaging) {
+  const Outcome outcome = runAlone([] {
+    ::setenv("HOCCL_NET_STAGING", "1", 1);
+    Tuner tuner(GetParam());
+    const Table given = usualTable();
+    Table without = given;
+    for (int a = 0; GetParam() >= 3 && a < given.algorithms; ++a) {
+      without.costs[static_cast<std::size_t>(a * given.protocols + 1)] = kRuledOut;
+    }
+    void* const context = tuner.init();
+    REQUIRE(tuner.ask(context, 1 << 20, given, false, &without) == kUntouched);
+    tuner.finalize(context);
+    // Nothing else is possible: NCCL_PROTO=LL128, with which the plugin takes no device memory.
+    Table only(7, 3, kRuledOut);
+    only.costs[1] = 3.0f;
+    void* const forced = tuner.init();
+    REQUIRE(tuner.ask(forced, 1 << 20, only, false) == kUntouched);
+    tuner.finalize(forced);
+    void* const oneNode = tuner.init(1);
+    REQUIRE(tuner.ask(oneNode, 1 << 20, given, false) == kUntouched);
+    tuner.finalize(oneNode);
+    ::setenv("HOCCL_NET_STAGING", "0", 1);
+    void* const off = tuner.init();
+    REQUIRE(tuner.ask(off, 1 << 20, given, false) == kUntouched);
+    tuner.finalize(off);
   });
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
