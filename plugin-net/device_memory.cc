@@ -39,11 +39,14 @@ DeviceMemory& DeviceMemory::ofThisProcess() {
 
 void DeviceMemory::prepare(int abiVersion, const Config& config) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  claimed_.store(false, std::memory_order_relaxed);
-  if (config.netStaging == 0) return;
-  const auto refuse = [](const std::string& why) {
+  const auto refuse = [&](const std::string& why) {
+    const bool works = std::any_of(gpus_.begin(), gpus_.end(),
+                                   [](auto& entry) { return entry.second.mover->alive(); });
+    // What other communicators have been told stays so.
+    claimed_.store(claimed() && works, std::memory_order_relaxed);
     logWarn("HOCCL_NET_STAGING=1 has no effect, device memory is not taken: {}", why);
   };
+  if (config.netStaging == 0) return;
   if (const Ll128 ll128 = ll128KeptOff(abiVersion); !ll128.off) return refuse(ll128.why);
   config_ = config;
   if (const Status status = Driver::load(&driver_); !status) return refuse(status.message());
@@ -58,11 +61,12 @@ void DeviceMemory::prepare(int abiVersion, const Config& config) {
 }
 
 Status DeviceMemory::startFor(CUcontext context, CUdevice device) {
-  Gpu& gpu = gpus_[device];
   // One that has died served connections that have failed; what they registered stays theirs.
-  if (gpu.mover && gpu.mover->alive()) return {};
+  const auto known = gpus_.find(device);
+  if (known != gpus_.end() && known->second.mover->alive()) return {};
   std::unique_ptr<CopyClient> started;
   HOCCL_RETURN_IF_ERROR(CopyClient::start(driver_, context, config_, &started));
+  Gpu& gpu = gpus_[device];
   gpu.mover = std::move(started);
   gpu.imports.clear();
   logInfo(
@@ -84,10 +88,7 @@ Status DeviceMemory::gpuOf(CUdeviceptr address, Gpu** out) {
     HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuDevicePrimaryCtxRetain(&context, device)));
     const Status status = startFor(context, device);
     (void)driver_->cuDevicePrimaryCtxRelease(device);  // whoever allocated there has it, too
-    if (!status) {
-      gpus_.erase(device);
-      return status;
-    }
+    if (!status) return status;
     known = gpus_.find(device);
   }
   if (!known->second.mover->alive()) return known->second.mover->whyDead();
@@ -102,6 +103,7 @@ Status DeviceMemory::add(void* data, std::uint64_t bytes, Registration** out) {
     return Status::error(Code::Unsupported, "device memory is not claimed");
   }
   const RelaxedCapture relaxed(driver_);
+  const ContextGuard guard(driver_, gpus_.begin()->second.mover->context());
   const auto address = reinterpret_cast<CUdeviceptr>(data);
   Gpu* gpu = nullptr;
   HOCCL_RETURN_IF_ERROR(gpuOf(address, &gpu));
@@ -154,13 +156,9 @@ Status DeviceMemory::import(Gpu& gpu, CUdeviceptr address, bool capable, Registr
     run->import = known->second.id;
     return {};
   }
+  const ContextGuard guard(driver_, gpu.mover->context());
   CUipcMemHandle handle{};
-  bool handed = false;
-  if (capable) {
-    const ContextGuard guard(driver_, gpu.mover->context());
-    handed = driver_->cuIpcGetMemHandle(&handle, run->base) == CUDA_SUCCESS;
-  }
-  if (handed) {
+  if (capable && driver_->cuIpcGetMemHandle(&handle, run->base) == CUDA_SUCCESS) {
     HOCCL_RETURN_IF_ERROR(gpu.mover->importHandle(run->base, run->bytes, handle, &run->import));
   } else {
     const void* const pointer = reinterpret_cast<const void*>(address);
@@ -222,7 +220,6 @@ void DeviceMemory::report() {
   reported_ = sends + receives + registrations_;
   std::uint64_t out = 0, in = 0, small = 0;
   for (const auto& [device, gpu] : gpus_) {
-    if (!gpu.mover) continue;
     out += gpu.mover->counters().copiesOut.load();
     in += gpu.mover->counters().copiesIn.load();
     small += gpu.mover->counters().smallIn.load();
