@@ -21,7 +21,8 @@ namespace {
 
 std::string folderOfThisLibrary() {
   Dl_info info{};
-  if (!::dladdr(reinterpret_cast<void*>(&folderOfThisLibrary), &info) || !info.dli_fname) return ".";
+  if (!::dladdr(reinterpret_cast<void*>(&folderOfThisLibrary), &info) || !info.dli_fname)
+    return ".";
   const std::string path = info.dli_fname;
   const std::size_t slash = path.rfind('/');
   return slash == std::string::npos ? "." : path.substr(0, slash);
@@ -47,8 +48,8 @@ Status findMover(const Config& config, std::string* out) {
       *out = config.mover;
       return {};
     }
-    return Status::fromErrno(
-        fmt::format("HOCCL_MOVER_PATH={} cannot be executed", config.mover), errno);
+    return Status::fromErrno(fmt::format("HOCCL_MOVER_PATH={} cannot be executed", config.mover),
+                             errno);
   }
   const std::string folder = folderOfThisLibrary();
   std::string tried;
@@ -80,13 +81,13 @@ Status spawnMover(const std::string& executable, const char* mode, int socket, p
   sigfillset(&all);
   posix_spawnattr_setsigmask(&attributes, &none);
   posix_spawnattr_setsigdefault(&attributes, &all);
-  posix_spawnattr_setflags(
-      &attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  posix_spawnattr_setflags(&attributes,
+                           POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
   std::string name = "hoccl-mover", argument = mode;
   char* arguments[] = {name.data(), argument.data(), nullptr};
   std::vector<char*> environment = moverEnvironment();
-  const int failed = ::posix_spawn(pid, executable.c_str(), &actions, &attributes, arguments,
-                                   environment.data());
+  const int failed =
+      ::posix_spawn(pid, executable.c_str(), &actions, &attributes, arguments, environment.data());
   posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   if (failed) {
