@@ -86,7 +86,7 @@ void MoverLoop::targetImported(const LoopEvent& event) {
   PeerImports& imports = position->second->imports();
   imports.settle(target, event.status ? event.address : 0);
   if (!event.status && !std::exchange(toldStaged_, true)) {
-    logWarn("some transfers within the node go through host memory and not directly: {}",
+    logInfo("some transfers within the node go through host memory and not directly: {}",
             event.status.message());
   }
   while (Op* op = target->waiters) {
