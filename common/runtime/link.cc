@@ -61,7 +61,6 @@ struct ChunkRules {
     --c.link->inBusy_;
     --c.link->incoming_;
     Op* op = std::exchange(c.op, nullptr);
-    c.link->owner_->movesDirectly(*op);
     c.link->owner_->copyEnded(*op, c.length);
   }
   static bool mayCopyIn(const Chunk& c) {
@@ -233,6 +232,7 @@ bool Link::announce(const Message& message) {
         if (!chunk.op->offered) return false;
         ++chunk.op->copiesInFlight;
         ++incoming_;
+        owner_->movesDirectly(*chunk.op);
       }
       chunk.op->offered = false;
       chunk.op->announced += message.length;

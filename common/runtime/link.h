@@ -88,7 +88,7 @@ class LinkOwner {
   virtual void address(const Op& op, Message* message) = 0;
   /// A copy of `op` has ended (or its submission failed).
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
-  /// All of `op` goes, or has come, by a direct copy. Before anybody else can see it.
+  /// All of `op` goes or comes by a direct copy that begins now; nobody can have seen its end.
   virtual void movesDirectly(const Op& op) = 0;
   /// The receive a Chunk or Direct message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;

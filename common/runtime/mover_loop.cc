@@ -221,7 +221,8 @@ void MoverLoop::rest(bool moved) {
   if (imports_.work()) return;
   bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
   for (auto& [peer, link] : links_) copying = copying || link->incoming();
-  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) {
+  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1) ||
+      (copying && now < spinUntilNs_)) {
     relaxCpu();
     return;
   }

@@ -168,6 +168,7 @@ class MoverLoop final : public LinkOwner {
   std::uint64_t lastProgressNs_ = 0;
   std::uint64_t napNs_ = 0;
   std::uint64_t rounds_ = 0;
+  std::uint64_t spinUntilNs_ = 0;  ///< while copies are in flight
 };
 
 }  // namespace hoccl

@@ -12,6 +12,14 @@
 #include "common/runtime/mover_loop.h"
 
 namespace hoccl {
+namespace {
+
+/// For as long as a direct copy takes at this rate the loop does not nap, but not longer than so many
+/// times HOCCL_SPIN_US.
+constexpr std::uint64_t kSlowestBytesPerNs = 100;
+constexpr std::uint64_t kDirectSpinFactor = 64;
+
+}  // namespace
 
 bool MoverLoop::inReach(const Op& op) const {
   return op.communicator->info.peers[static_cast<std::size_t>(op.descriptor.peer)].direct &&
@@ -163,6 +171,10 @@ void MoverLoop::releaseHolds(Link& link) {
 }
 
 void MoverLoop::movesDirectly(const Op& op) {
+  // The copy is one piece, and a nap at its end would stretch it.
+  const std::uint64_t longest = spinNs_ * kDirectSpinFactor;
+  spinUntilNs_ = std::max(spinUntilNs_, monotonicNs() + std::min(longest, op.descriptor.bytes /
+                                                                           kSlowestBytesPerNs));
   if (op.descriptor.counted == 0) return;
   CommunicatorRecord& record = *op.communicator->record;
   record.directBytes.fetch_add(op.descriptor.bytes, std::memory_order_relaxed);
