@@ -100,8 +100,8 @@ std::uint64_t deviceOf(ncclComm_t comm) {
   CUdevice device = 0;
   std::string uuid;
   const Driver* driver = nullptr;
-  if (callReal(realNccl.ncclCommCuDevice, comm, &ordinal) != ncclSuccess || !Driver::load(&driver) ||
-      driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
+  if (callReal(realNccl.ncclCommCuDevice, comm, &ordinal) != ncclSuccess ||
+      !Driver::load(&driver) || driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
       !deviceUuid(driver, device, &uuid)) {
     return 0;
   }

@@ -53,9 +53,7 @@ struct ChunkRules {
   }
 
   // In-slots, and mirror slots.
-  static bool landed(const Chunk& c) {
-    return c.op && c.direct && c.place.ready->reached(c.turn);
-  }
+  static bool landed(const Chunk& c) { return c.op && c.direct && c.place.ready->reached(c.turn); }
   static void takeLanded(Chunk& c) {
     c.place.credit->set(c.turn);
     --c.link->inBusy_;

@@ -25,9 +25,9 @@ enum class ChunkState : std::uint8_t {
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
 };
 
-// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other, and
-// at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's buffer.
-
+// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other,
+// and at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's
+// buffer.
 
 struct Chunk {
   ChunkState state = ChunkState::Idle;

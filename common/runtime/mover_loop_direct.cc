@@ -1,6 +1,6 @@
-// What the mover's loop does about direct copies between the GPUs of a node (docs/direct.md): offers
-// and routes, peers' memory that is mapped here, and the end of receives that a peer may be copying
-// into.
+// What the mover's loop does about direct copies between the GPUs of a node (docs/direct.md):
+// offers and routes, peers' memory that is mapped here, and the end of receives that a peer may be
+// copying into.
 
 #include <fmt/format.h>
 
@@ -14,8 +14,8 @@
 namespace hoccl {
 namespace {
 
-/// For as long as a direct copy takes at this rate the loop does not nap, but not longer than so many
-/// times HOCCL_SPIN_US.
+/// For as long as a direct copy takes at this rate the loop does not nap, but not longer than so
+/// many times HOCCL_SPIN_US.
 constexpr std::uint64_t kSlowestBytesPerNs = 100;
 constexpr std::uint64_t kDirectSpinFactor = 64;
 
@@ -43,17 +43,18 @@ void MoverLoop::offer(Op* op, Message* ready) {
   op->offered = true;
 }
 
-/// Both sides of a send within the node are known. This side alone decides how it moves, so that the
-/// two cannot disagree; the receiver takes what comes.
+/// Both sides of a send within the node are known. This side alone decides how it moves, so that
+/// the two cannot disagree; the receiver takes what comes.
 void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {
   bool fresh = false;
   PeerImport* target = nullptr;
-  const bool may = entry.offer != 0 && !op->partner &&
-                   op->descriptor.buffer.kind != BufferKind::Staging;
+  const bool may =
+      entry.offer != 0 && !op->partner && op->descriptor.buffer.kind != BufferKind::Staging;
   if (may) target = op->link->imports().acquire(entry.offer, &fresh);
   if (target) {
     const std::uint64_t bytes = target->buffer.allocationBytes;
-    const bool inside = entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
+    const bool inside =
+        entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
     if (fresh) {
       ControlRequest import;
       import.kind = ControlRequest::Kind::Import;
@@ -173,8 +174,8 @@ void MoverLoop::releaseHolds(Link& link) {
 void MoverLoop::movesDirectly(const Op& op) {
   // The copy is one piece, and a nap at its end would stretch it.
   const std::uint64_t longest = spinNs_ * kDirectSpinFactor;
-  spinUntilNs_ = std::max(spinUntilNs_, monotonicNs() + std::min(longest, op.descriptor.bytes /
-                                                                           kSlowestBytesPerNs));
+  spinUntilNs_ = std::max(
+      spinUntilNs_, monotonicNs() + std::min(longest, op.descriptor.bytes / kSlowestBytesPerNs));
   if (op.descriptor.counted == 0) return;
   CommunicatorRecord& record = *op.communicator->record;
   record.directBytes.fetch_add(op.descriptor.bytes, std::memory_order_relaxed);
@@ -219,9 +220,10 @@ void MoverLoop::settleOverdue() {
         waits = waits || (entry.op && entry.op->failed && entry.op->offered);
       });
       if (!waits) continue;
-      logError("{} does not say that it copies no more into this rank's memory (is it stopped?): "
-               "what lies there may still change",
-               describePeer(*communicator, static_cast<std::int32_t>(rank)));
+      logError(
+          "{} does not say that it copies no more into this rank's memory (is it stopped?): "
+          "what lies there may still change",
+          describePeer(*communicator, static_cast<std::int32_t>(rank)));
       settle(*communicator, static_cast<std::int32_t>(rank));
     }
   }

@@ -102,7 +102,33 @@ TEST(Direct, GpusThatDoNotReachEachOtherAreStaged) {
   for (int rank : {0, 1}) expectAll(job, rank, "staged", 48);
 }
 
-// --- Frees (rule 8): the sender's mover maps the receiver's memory as well -------------------------
+/// The ring goes 0 → 1 → 2 → 0; GPUs 0 and 1 do not reach each other.
+TEST(Direct, AMixedNodeIsDirectWhereItCanBe) {
+  Job job("ring", 3);
+  job.oneNode().env("EMUCUDA_P2P_REFUSE", "0-1").finish();
+  const std::uint64_t direct[] = {6, 6, 12};
+  for (int rank : {0, 1, 2}) {
+    EXPECT_EQ(total(job, rank, "direct", "ops"), direct[rank]) << job.communicators(rank);
+    EXPECT_EQ(total(job, rank, "staged", "ops"), 12 - direct[rank]) << job.communicators(rank);
+  }
+}
+
+/// An import that fails on one side only, of one allocation and not of another.
+TEST(Direct, WhatThePeerCannotMapIsStaged) {
+  for (const char* succeed : {"2", "3", "5"}) {
+    SCOPED_TRACE(succeed);
+    Job job("refusedImports", 2);
+    job.oneNode().env(0, "EMUCUDA_REFUSE_IPC_OPEN", succeed);
+    job.env(0, "EMUCUDA_REFUSE_IPC_IN", "hoccl-mover").finish();
+    const std::uint64_t direct = total(job, 0, "direct", "ops");
+    EXPECT_EQ(direct, total(job, 1, "direct", "ops"));
+    EXPECT_EQ(direct + total(job, 0, "staged", "ops"), 8u) << job.communicators(0);
+    EXPECT_GT(total(job, 0, "staged", "ops"), 0u) << job.communicators(0);
+  }
+}
+
+// --- Frees (rule 8): the sender's mover maps the receiver's memory as well
+// -------------------------
 
 constexpr const char* kWarning = "is freed while the mover";
 

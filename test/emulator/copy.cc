@@ -73,7 +73,7 @@ Counter plan(const Side& to, const Side& from, const Stream& stream, Work* work)
     work->physical = here;
     work->sourcePhysical = source;
     work->peerPhysical = target;
-    if (settings().peerAccess) {
+    if (reachEachOther(source, target)) {
       work->path = Path::P2P;
       work->latencyNs = here == source ? kPushLatencyNs : kPullLatencyNs;
       work->nsPerByte = kPeerNsPerByte;

@@ -210,7 +210,9 @@ CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   return deviceCall(device, can, [&](Context& context) {
     Context* other = contextOf(peer);
     if (other == nullptr) return CUDA_ERROR_INVALID_DEVICE;
-    *can = settings().peerAccess && other->physical != context.physical ? 1 : 0;
+    *can = other->physical != context.physical && reachEachOther(other->physical, context.physical)
+               ? 1
+               : 0;
     return CUDA_SUCCESS;
   });
 }

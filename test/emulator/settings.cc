@@ -69,6 +69,22 @@ std::vector<int> visibleDevices(int devices) {
   return chosen;
 }
 
+/// "0-1,2-3"; false for anything else.
+bool readPairs(const char* text, std::vector<std::pair<int, int>>* out) {
+  while (*text != '\0') {
+    int one = 0, other = 0, used = 0;
+    if (std::sscanf(text, "%d-%d%n", &one, &other, &used) != 2) return false;
+    out->emplace_back(one, other);
+    text += used;
+    if (*text == ',') {
+      ++text;
+    } else if (*text != '\0') {
+      return false;
+    }
+  }
+  return true;
+}
+
 /// CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32. Not a variable of the emulator's: nonsense is no error.
 int connections() {
   constexpr long kMost = 32;
@@ -110,9 +126,21 @@ bool loadSettings(Settings* out, std::string* error) {
     *error = "EMUCUDA_SESSION=" + values.session + ": must be at most 64 characters without '/'";
     return false;
   }
+  if (const char* pairs = std::getenv("EMUCUDA_P2P_REFUSE");
+      pairs != nullptr && !readPairs(pairs, &values.apart)) {
+    *error = "EMUCUDA_P2P_REFUSE=" + std::string(pairs) + ": must be pairs of GPUs as in 0-1,2-3";
+    return false;
+  }
   values.visible = visibleDevices(values.devices);
   *out = values;
   return true;
+}
+
+bool reachEachOther(int a, int b) {
+  return gSettings.peerAccess &&
+         std::none_of(gSettings.apart.begin(), gSettings.apart.end(), [&](const auto& pair) {
+           return pair == std::pair(a, b) || pair == std::pair(b, a);
+         });
 }
 
 const Settings& settings() { return gSettings; }

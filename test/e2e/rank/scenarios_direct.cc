@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <memory>
+#include <vector>
 
 #include "test/e2e/rank/rank.h"
 
@@ -54,9 +56,8 @@ void peerDies(const Rank& rank) {
   for (int n = 0;; ++n) {
     REQUIRE(Clock::now() < until, "transfers with a dead rank go on");
     const ncclResult_t result =
-        rank.rank == 0
-            ? nccl().ncclSend(buffer.data(), buffer.bytes(), ncclUint8, 1, comm, stream)
-            : nccl().ncclRecv(buffer.data(), buffer.bytes(), ncclUint8, 0, comm, stream);
+        rank.rank == 0 ? nccl().ncclSend(buffer.data(), buffer.bytes(), ncclUint8, 1, comm, stream)
+                       : nccl().ncclRecv(buffer.data(), buffer.bytes(), ncclUint8, 0, comm, stream);
     if (result == ncclSuccess) awaitStream(stream, "a transfer with a rank that dies");
     ncclResult_t state = ncclSuccess;
     REQUIRE_NCCL(nccl().ncclCommGetAsyncError(comm, &state));
@@ -106,9 +107,40 @@ void abortMidCopy(const Rank& rank) {
   }
 }
 
+/// Rank 0 sends into eight allocations of rank 1. Its mover maps its own buffer first and then one
+/// after the other of rank 1's, until the emulated driver refuses.
+void refusedImports(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  constexpr std::size_t kBytes = 200003;
+  if (rank.rank == 0) {
+    Buffer buffer(kBytes, 1);
+    for (std::uint64_t n = 0; n < 8; ++n) {
+      buffer.fill(seedOf(0, n), stream);
+      REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 1, comm, stream));
+      awaitStream(stream, "a send into memory that may be refused");
+    }
+  } else {
+    std::vector<std::unique_ptr<Buffer>> buffers;
+    for (std::uint64_t n = 0; n < 8; ++n) {
+      buffers.push_back(std::make_unique<Buffer>(kBytes, 3));
+      Buffer& buffer = *buffers.back();
+      buffer.poison(stream);
+      REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+      buffer.fetch(stream);
+      awaitStream(stream, "a receive into memory that may be refused");
+      buffer.requirePattern(seedOf(0, n), fmt::format("allocation {}", n));
+    }
+  }
+  rank.barrier("moved");
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 }  // namespace
 
 const std::vector<Scenario> kDirectScenarios = {
+    {"refusedImports", refusedImports},
     {"directPeerStops", peerStops},
     {"directPeerDies", peerDies},
     {"directAbortMidCopy", abortMidCopy},
