@@ -476,7 +476,9 @@ void MoverLoop::match(Op* op, const PairWindow::Entry& entry) {
 
 void MoverLoop::arrived(Op* op, Op::Waiting what) {
   op->waiting &= ~static_cast<std::uint32_t>(what);
-  if (op->waiting == 0 && !op->failed) activate(op);
+  if (op->failed) return;
+  if (op->waiting == Op::kForRoute) tellWaiting(*op);
+  if (op->waiting == 0) activate(op);
 }
 
 void MoverLoop::activate(Op* op) {

@@ -102,6 +102,18 @@ TEST(Direct, GpusThatDoNotReachEachOtherAreStaged) {
   for (int rank : {0, 1}) expectAll(job, rank, "staged", 48);
 }
 
+/// Rule 13: nothing promises that a flag comes after bytes that are pushed over PCIe.
+TEST(Direct, Rule13OverPcieOnlyIfAskedFor) {
+  Job job("bothWays", 2);
+  job.oneNode().env("EMUCUDA_NVLINK", "0").finish();
+  Job asked("bothWays", 2);
+  asked.oneNode().env("EMUCUDA_NVLINK", "0").env("HOCCL_P2P", "2").finish();
+  for (int rank : {0, 1}) {
+    expectAll(job, rank, "staged", 48);
+    expectAll(asked, rank, "direct", 48);
+  }
+}
+
 /// The ring goes 0 → 1 → 2 → 0; GPUs 0 and 1 do not reach each other.
 TEST(Direct, AMixedNodeIsDirectWhereItCanBe) {
   Job job("ring", 3);

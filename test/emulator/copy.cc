@@ -76,7 +76,7 @@ Counter plan(const Side& to, const Side& from, const Stream& stream, Work* work)
     if (reachEachOther(source, target)) {
       work->path = Path::P2P;
       work->latencyNs = here == source ? kPushLatencyNs : kPullLatencyNs;
-      work->nsPerByte = kPeerNsPerByte;
+      work->nsPerByte = settings().nvlink ? kPeerNsPerByte : kHostNsPerByte;
     } else {
       // Without peer access the driver goes through the host, at the host's speed.
       work->path = Path::D2H;

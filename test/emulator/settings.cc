@@ -97,7 +97,7 @@ int connections() {
 
 bool loadSettings(Settings* out, std::string* error) {
   Settings values;
-  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, refuse = -1,
+  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, nvlink = 1, refuse = -1,
          mode = 0;
   if (!readNumber("EMUCUDA_DEVICES", 0, kMaxDevices, true, &devices, error) ||
       !readNumber("EMUCUDA_DILATION", kMinDilation, kMaxDilation, false, &values.dilation, error) ||
@@ -105,6 +105,7 @@ bool loadSettings(Settings* out, std::string* error) {
       !readNumber("EMUCUDA_DELAY_US", 0, kMaxDelayUs, true, &delay, error) ||
       !readNumber("EMUCUDA_MEM_GIB", 1.0 / 1024, kMaxMemoryGib, false, &memory, error) ||
       !readNumber("EMUCUDA_P2P", 0, 1, true, &peers, error) ||
+      !readNumber("EMUCUDA_NVLINK", 0, 1, true, &nvlink, error) ||
       !readNumber("EMUCUDA_REFUSE_IPC_OPEN", 0, 1e9, true, &refuse, error) ||
       !readNumber("EMUCUDA_COMPUTE_MODE", 0, 3, true, &mode, error))
     return false;
@@ -120,6 +121,7 @@ bool loadSettings(Settings* out, std::string* error) {
   values.delayUs = static_cast<std::uint32_t>(delay);
   values.memoryBytes = static_cast<std::uint64_t>(memory * (1 << 30));
   values.peerAccess = peers != 0;
+  values.nvlink = nvlink != 0;
   values.connections = connections();
   if (const char* session = std::getenv("EMUCUDA_SESSION")) values.session = session;
   if (values.session.size() > 64 || values.session.find('/') != std::string::npos) {

@@ -19,6 +19,7 @@ struct Settings {
   std::uint64_t memoryBytes = std::uint64_t{139} << 30;  ///< EMUCUDA_MEM_GIB: memory of each GPU
   int connections = 0;           ///< CUDA_DEVICE_MAX_CONNECTIONS; 0: not set
   bool peerAccess = true;        ///< EMUCUDA_P2P: 0 = no GPU reaches another
+  bool nvlink = true;  ///< EMUCUDA_NVLINK: 0 = they do so over PCIe
   /// EMUCUDA_P2P_REFUSE: pairs of GPUs (physical) that do not reach each other.
   std::vector<std::pair<int, int>> apart;
   long refuseImportsAfter = -1;  ///< EMUCUDA_REFUSE_IPC_OPEN: imports that succeed before all

@@ -254,6 +254,17 @@ TEST(Direct, TheSenderAnswersAFailureAfterItsLastCopy) {
   EXPECT_TRUE(s.mover.waitFor(ticket));
 }
 
+TEST(Direct, ASendToARankThatHasEndedTheCommunicatorFails) {
+  TwoOfANode two;
+  DeviceBuffer from(300'001);
+  two.b.end(0, OpKind::Abort);  // before the movers have a link
+  ASSERT_TRUE(two.b.waitForClose(0));
+  const Ticket sent = two.a.launch({sendTo(1, 0, from)});
+  ASSERT_TRUE(two.a.waitFor(sent));
+  EXPECT_EQ(two.a.code(0), Code::Remote);
+  EXPECT_TRUE(contains(two.a.errorText(0), "aborted or destroyed")) << two.a.errorText(0);
+}
+
 // --- Frees (rule 8) ------------------------------------------------------------------------------
 
 TEST(Direct, Rule8ADropWaitsForThePeerThatHasBeenTold) {
