@@ -22,7 +22,7 @@ struct Where {
   std::uint64_t node = 0;  ///< what NCCL takes for one node
   std::uint64_t host = 0;  ///< equal where two processes can share memory
   std::uint64_t pid = 0;
-  std::uint64_t device = 0;  ///< the GPU, by its UUID; 0: not known
+  char gpuUuid[48] = {};  ///< empty: not known
   char hostName[kHostBytes] = {};
   Tail root;  ///< where a communicator whose lowest rank it becomes agrees
 };
@@ -85,8 +85,8 @@ const char* transportBetween(const Where& a, const Where& b) {
 /// Two GPUs of a node, whose movers share memory. Whether they reach each other's memory, too, the
 /// movers find out; where they do not, what they move is staged.
 bool neighbours(const Where& a, const Where& b) {
-  return a.node == b.node && a.host == b.host && a.device != 0 && b.device != 0 &&
-         a.device != b.device && std::strcmp(transportBetween(a, b), "shm") == 0;
+  return a.node == b.node && a.host == b.host && a.gpuUuid[0] && b.gpuUuid[0] &&
+         std::strcmp(a.gpuUuid, b.gpuUuid) != 0 && std::strcmp(transportBetween(a, b), "shm") == 0;
 }
 
 bool steerable(const Where& a, const Where& b) {
@@ -94,18 +94,19 @@ bool steerable(const Where& a, const Where& b) {
   return transportBetween(a, b) != nullptr;
 }
 
-/// The GPU of a communicator, as all processes of a machine know it; 0 if the driver does not tell.
-std::uint64_t deviceOf(ncclComm_t comm) {
+/// The GPU of a communicator, as all processes of a machine know it; empty if the driver does not
+/// tell.
+std::string gpuOf(ncclComm_t comm) {
   int ordinal = 0;
   CUdevice device = 0;
   std::string uuid;
   const Driver* driver = nullptr;
-  if (callReal(realNccl.ncclCommCuDevice, comm, &ordinal) != ncclSuccess || !Driver::load(&driver) ||
-      driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
+  if (callReal(realNccl.ncclCommCuDevice, comm, &ordinal) != ncclSuccess ||
+      !Driver::load(&driver) || driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
       !deviceUuid(driver, device, &uuid)) {
-    return 0;
+    return {};
   }
-  return fnv(uuid);
+  return uuid;
 }
 
 }  // namespace
@@ -237,7 +238,7 @@ void CommSetup::tellWhere() {
   where.node = fnv(nodeKey());
   where.host = fnv(hostKey());
   where.pid = static_cast<std::uint64_t>(::getpid());
-  where.device = deviceOf(comm_->comm);
+  setText(where.gpuUuid, gpuOf(comm_->comm));
   setText(where.hostName, shortHostName());
   std::string veto = ownVeto();
   AgreementRoot& root = AgreementRoot::ofThisProcess();
@@ -295,6 +296,7 @@ void CommSetup::onWhere() {
     if (reachable_[i]) transports_[i] = transportBetween(places[self], places[i]);
     comm_->direct[i] = p2p && i != self && neighbours(places[self], places[i]);
     peers_[i].direct = comm_->direct[i] ? 1 : 0;
+    if (comm_->direct[i]) setText(peers_[i].gpuUuid, getText(places[i].gpuUuid));
     peers_[i].pid = places[i].pid;
     std::memcpy(peers_[i].host, places[i].hostName, sizeof peers_[i].host);
   }

@@ -71,8 +71,9 @@ namespace hoccl {
   X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp", 1,                          \
     "how movers reach each other: shm on one host and tcp between hosts (auto), shm alone, so that "  \
     "nothing is steered between hosts, or tcp even on one host")                                    \
-  X(p2p, Flag, "HOCCL_P2P", "1", 0, 1, "", 1,                                                       \
-    "0 turns direct copies between the GPUs of a node off: they go through pinned host memory")      \
+  X(p2p, Count, "HOCCL_P2P", "1", 0, 2, "", 1,                                                      \
+    "direct copies between GPUs of a node: 1 over NVLink, 2 over PCIe as well, where nothing promises "  \
+    "that a flag comes after the bytes, 0 none; other pairs go through pinned host memory")          \
   X(socketIfname, Text, "HOCCL_SOCKET_IFNAME", "", 0, 0, "", 0,                                     \
     "network interfaces for tcp, by the rules of NCCL_SOCKET_IFNAME (prefixes; = exact, ^ all but); "  \
     "default: NCCL_SOCKET_IFNAME")                                                                  \

@@ -44,6 +44,7 @@ namespace hoccl {
   X(cuDeviceGetName, cuDeviceGetName)                                     \
   X(cuDeviceGetUuid, cuDeviceGetUuid_v2)                                  \
   X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
+  X(cuDeviceGetP2PAttribute, cuDeviceGetP2PAttribute)                     \
   X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \
   X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2)              \
   X(cuCtxGetCurrent, cuCtxGetCurrent)                                     \

@@ -31,6 +31,8 @@ enum class MessageType : std::uint32_t {
   Forget = 6,  ///< receiver to sender: unmap allocation `turn`, and forget its handle
   Forgotten = 7,  ///< the answer, once it is unmapped
   Settled = 8,    ///< the answer to Failed: no copy of that pair that is not announced will be made
+  Waiting = 9,    ///< sender to receiver: a send waits for its Ready; answered with Failed if that
+                  ///< cannot come any more
 };
 
 enum class FailReason : std::uint32_t {

@@ -53,15 +53,12 @@ struct ChunkRules {
   }
 
   // In-slots, and mirror slots.
-  static bool landed(const Chunk& c) {
-    return c.op && c.direct && c.place.ready->reached(c.turn);
-  }
+  static bool landed(const Chunk& c) { return c.op && c.direct && c.place.ready->reached(c.turn); }
   static void takeLanded(Chunk& c) {
     c.place.credit->set(c.turn);
     --c.link->inBusy_;
     --c.link->incoming_;
     Op* op = std::exchange(c.op, nullptr);
-    c.link->owner_->movesDirectly(*op);
     c.link->owner_->copyEnded(*op, c.length);
   }
   static bool mayCopyIn(const Chunk& c) {
@@ -233,6 +230,7 @@ bool Link::announce(const Message& message) {
         if (!chunk.op->offered) return false;
         ++chunk.op->copiesInFlight;
         ++incoming_;
+        owner_->movesDirectly(*chunk.op);
       }
       chunk.op->offered = false;
       chunk.op->announced += message.length;

@@ -25,9 +25,9 @@ enum class ChunkState : std::uint8_t {
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
 };
 
-// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other, and
-// at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's buffer.
-
+// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other,
+// and at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's
+// buffer.
 
 struct Chunk {
   ChunkState state = ChunkState::Idle;
@@ -88,7 +88,7 @@ class LinkOwner {
   virtual void address(const Op& op, Message* message) = 0;
   /// A copy of `op` has ended (or its submission failed).
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
-  /// All of `op` goes, or has come, by a direct copy. Before anybody else can see it.
+  /// All of `op` goes or comes by a direct copy that begins now; nobody can have seen its end.
   virtual void movesDirectly(const Op& op) = 0;
   /// The receive a Chunk or Direct message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;

@@ -24,6 +24,8 @@ constexpr int kTickMs = 100;  // while a set-up with a deadline is under way
 MoverControl::MoverControl(Dependencies d, const Config& config)
     : driver_(d.driver),
       context_(d.context),
+      device_(d.device),
+      pushOverPcie_(config.p2p > 1),
       queues_(d.queues),
       transport_(d.transport),
       self_(d.self),
@@ -411,6 +413,30 @@ Status MoverControl::addSpan(const void* data, const std::vector<UniqueFd>& fds,
   return {};
 }
 
+/// Why this mover does not copy to that GPU of the node; empty if it does.
+std::string MoverControl::whyNotDirect(const std::string& gpuUuid) const {
+  if (gpuUuid.empty()) return {};
+  CUdevice peer = 0;
+  if (!deviceByUuid(driver_, gpuUuid, &peer)) {
+    return fmt::format("the mover does not see {}", gpuUuid);
+  }
+  int access = 0, atomics = 0;
+  using Attribute = CUdevice_P2PAttribute;
+  const auto ask = [&](Attribute which, int* value) {
+    return driver_->cuDeviceGetP2PAttribute(value, which, device_, peer) == CUDA_SUCCESS;
+  };
+  if (!ask(CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, &access) || !access) {
+    return fmt::format("this GPU does not reach {}", gpuUuid);
+  }
+  // Rule 13: over PCIe a peer's write and a flag in host memory are not ordered. Links with native
+  // atomics are NVLink.
+  if (!ask(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, &atomics)) atomics = 0;
+  if (!atomics && !pushOverPcie_) {
+    return fmt::format("this GPU reaches {} over PCIe (HOCCL_P2P=2 copies there as well)", gpuUuid);
+  }
+  return {};
+}
+
 Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
                                      std::vector<UniqueFd>* fds) {
   AddCommunicator request{};
@@ -437,9 +463,16 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   event.communicator->id = request.id;
   event.communicator->rank = request.rank;
   for (std::uint64_t i = 0; i < request.ranks; ++i) {
+    bool direct = records[i].direct != 0;
+    if (direct) {
+      const std::string why = whyNotDirect(getText(records[i].gpuUuid));
+      if (!why.empty()) {
+        direct = false;
+        logInfo("what rank {} sends to rank {} is staged: {}", request.rank, i, why);
+      }
+    }
     event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
-                                         getText(records[i].host), records[i].pid,
-                                         records[i].direct != 0});
+                                         getText(records[i].host), records[i].pid, direct});
   }
   post(std::move(event));
   return {};

@@ -21,6 +21,7 @@ class MoverControl {
   struct Dependencies {
     const Driver* driver = nullptr;
     CUcontext context = nullptr;
+    CUdevice device = 0;
     MoverQueues* queues = nullptr;
     Transport* transport = nullptr;
     PeerId self;
@@ -47,6 +48,7 @@ class MoverControl {
   void connect(const ControlRequest& request);
   void applicationSays();
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
+  [[nodiscard]] std::string whyNotDirect(const std::string& gpuUuid) const;
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
   Status addSpan(const void* data, const std::vector<UniqueFd>& fds, std::uint32_t* refused);
   Status makeScratch();
@@ -60,6 +62,8 @@ class MoverControl {
 
   const Driver* driver_;
   CUcontext context_;
+  CUdevice device_;
+  bool pushOverPcie_;
   MoverQueues* queues_;
   Transport* transport_;
   PeerId self_;

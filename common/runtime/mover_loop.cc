@@ -221,7 +221,8 @@ void MoverLoop::rest(bool moved) {
   if (imports_.work()) return;
   bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
   for (auto& [peer, link] : links_) copying = copying || link->incoming();
-  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1)) {
+  if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1) ||
+      (copying && now < spinUntilNs_)) {
     relaxCpu();
     return;
   }
@@ -475,7 +476,9 @@ void MoverLoop::match(Op* op, const PairWindow::Entry& entry) {
 
 void MoverLoop::arrived(Op* op, Op::Waiting what) {
   op->waiting &= ~static_cast<std::uint32_t>(what);
-  if (op->waiting == 0 && !op->failed) activate(op);
+  if (op->failed) return;
+  if (op->waiting == Op::kForRoute) tellWaiting(*op);
+  if (op->waiting == 0) activate(op);
 }
 
 void MoverLoop::activate(Op* op) {

@@ -25,6 +25,7 @@ struct Communicator {
   struct Pair {
     PairWindows sends, receives;
     bool dead = false;
+    bool asked = false;  ///< whether the communicator goes on there
     bool quiet = false;  ///< failed: no direct copy that is not announced will come from there
     std::string why;
   };
@@ -114,6 +115,8 @@ class MoverLoop final : public LinkOwner {
   // Direct copies within the node.
   [[nodiscard]] bool inReach(const Op& op) const;
   void offer(Op* op, Message* ready);
+  void tellWaiting(const Op& op);
+  void onWaiting(Link& link, const Message& message);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
   void targetImported(const LoopEvent& event);
   void unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial);
@@ -168,6 +171,7 @@ class MoverLoop final : public LinkOwner {
   std::uint64_t lastProgressNs_ = 0;
   std::uint64_t napNs_ = 0;
   std::uint64_t rounds_ = 0;
+  std::uint64_t spinUntilNs_ = 0;  ///< while copies are in flight
 };
 
 }  // namespace hoccl

@@ -1,6 +1,6 @@
-// What the mover's loop does about direct copies between the GPUs of a node (docs/direct.md): offers
-// and routes, peers' memory that is mapped here, and the end of receives that a peer may be copying
-// into.
+// What the mover's loop does about direct copies between the GPUs of a node (docs/direct.md):
+// offers and routes, peers' memory that is mapped here, and the end of receives that a peer may be
+// copying into.
 
 #include <fmt/format.h>
 
@@ -12,6 +12,14 @@
 #include "common/runtime/mover_loop.h"
 
 namespace hoccl {
+namespace {
+
+/// For as long as a direct copy takes at this rate the loop does not nap, but not longer than so
+/// many times HOCCL_SPIN_US.
+constexpr std::uint64_t kSlowestBytesPerNs = 100;
+constexpr std::uint64_t kDirectSpinFactor = 64;
+
+}  // namespace
 
 bool MoverLoop::inReach(const Op& op) const {
   return op.communicator->info.peers[static_cast<std::size_t>(op.descriptor.peer)].direct &&
@@ -35,17 +43,41 @@ void MoverLoop::offer(Op* op, Message* ready) {
   op->offered = true;
 }
 
-/// Both sides of a send within the node are known. This side alone decides how it moves, so that the
-/// two cannot disagree; the receiver takes what comes.
+/// Nothing of a direct send is on its way before its receive has come, so that a peer which has
+/// ended the communicator before there was a link would never hear of it. Once for each pair: from
+/// then on the peer tells of its end.
+void MoverLoop::tellWaiting(const Op& op) {
+  Communicator::Pair& pair = op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)];
+  if (std::exchange(pair.asked, true)) return;
+  Message message{};
+  message.type = MessageType::Waiting;
+  address(op, &message);
+  op.link->send(message);
+  op.link->connection()->nudge();
+}
+
+void MoverLoop::onWaiting(Link& link, const Message& message) {
+  const Communicator* communicator = byId(message.communicator);
+  if (communicator && !communicator->failed) return;
+  Message answer = message;
+  answer.type = MessageType::Failed;
+  answer.slot = static_cast<std::uint32_t>(FailReason::Aborted);
+  std::swap(answer.source, answer.destination);
+  link.send(answer);
+}
+
+/// Both sides of a send within the node are known. This side alone decides how it moves, so that
+/// the two cannot disagree; the receiver takes what comes.
 void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {
   bool fresh = false;
   PeerImport* target = nullptr;
-  const bool may = entry.offer != 0 && !op->partner &&
-                   op->descriptor.buffer.kind != BufferKind::Staging;
+  const bool may =
+      entry.offer != 0 && !op->partner && op->descriptor.buffer.kind != BufferKind::Staging;
   if (may) target = op->link->imports().acquire(entry.offer, &fresh);
   if (target) {
     const std::uint64_t bytes = target->buffer.allocationBytes;
-    const bool inside = entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
+    const bool inside =
+        entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
     if (fresh) {
       ControlRequest import;
       import.kind = ControlRequest::Kind::Import;
@@ -86,7 +118,7 @@ void MoverLoop::targetImported(const LoopEvent& event) {
   PeerImports& imports = position->second->imports();
   imports.settle(target, event.status ? event.address : 0);
   if (!event.status && !std::exchange(toldStaged_, true)) {
-    logWarn("some transfers within the node go through host memory and not directly: {}",
+    logInfo("some transfers within the node go through host memory and not directly: {}",
             event.status.message());
   }
   while (Op* op = target->waiters) {
@@ -163,6 +195,10 @@ void MoverLoop::releaseHolds(Link& link) {
 }
 
 void MoverLoop::movesDirectly(const Op& op) {
+  // The copy is one piece, and a nap at its end would stretch it.
+  const std::uint64_t longest = spinNs_ * kDirectSpinFactor;
+  spinUntilNs_ = std::max(
+      spinUntilNs_, monotonicNs() + std::min(longest, op.descriptor.bytes / kSlowestBytesPerNs));
   if (op.descriptor.counted == 0) return;
   CommunicatorRecord& record = *op.communicator->record;
   record.directBytes.fetch_add(op.descriptor.bytes, std::memory_order_relaxed);
@@ -207,9 +243,10 @@ void MoverLoop::settleOverdue() {
         waits = waits || (entry.op && entry.op->failed && entry.op->offered);
       });
       if (!waits) continue;
-      logError("{} does not say that it copies no more into this rank's memory (is it stopped?): "
-               "what lies there may still change",
-               describePeer(*communicator, static_cast<std::int32_t>(rank)));
+      logError(
+          "{} does not say that it copies no more into this rank's memory (is it stopped?): "
+          "what lies there may still change",
+          describePeer(*communicator, static_cast<std::int32_t>(rank)));
       settle(*communicator, static_cast<std::int32_t>(rank));
     }
   }

@@ -117,6 +117,9 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
     case MessageType::Direct:
       if (link.announce(message)) return;
       break;
+    case MessageType::Waiting:
+      onWaiting(link, message);
+      return;
     case MessageType::Handle:
       if (link.imports().tell(message)) return;
       break;

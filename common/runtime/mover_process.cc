@@ -152,6 +152,7 @@ int runMover(int socket) {
 
   MoverControl control({.driver = process.driver,
                         .context = process.context,
+                        .device = process.device,
                         .queues = &process.queues,
                         .transport = process.transports.get(),
                         .self = process.self,

@@ -82,6 +82,7 @@ struct PeerRecord {
   PeerId mover;  ///< all zero: cannot be reached from this rank
   std::uint64_t pid;
   std::uint64_t direct;  ///< 1: a GPU of this node, which may be copied to directly
+  char gpuUuid[48];      ///< of such a one; empty: not told
   char address[kAddressBytes];  ///< with the transport in front: "shm:…", "tcp:…" (TransportSet)
   char host[kHostBytes];
 };

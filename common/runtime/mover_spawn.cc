@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -31,9 +32,14 @@ std::string folderOfThisLibrary() {
 /// The mover's environment: without what is meant for the application's CUDA or loader alone.
 std::vector<char*> moverEnvironment() {
   std::vector<char*> result;
+  // A mover has to see the GPUs of its peers, and finds its own by its UUID. An instance of MIG is to
+  // be found by that variable alone.
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  const bool allVisible = visible && !std::strstr(visible, "MIG");
   for (char** entry = environ; *entry; ++entry) {
     const bool skip = std::strncmp(*entry, "LD_PRELOAD=", 11) == 0 ||
-                      std::strncmp(*entry, "CUDA_DEVICE_MAX_CONNECTIONS=", 28) == 0;
+                      std::strncmp(*entry, "CUDA_DEVICE_MAX_CONNECTIONS=", 28) == 0 ||
+                      (allVisible && std::strncmp(*entry, "CUDA_VISIBLE_DEVICES=", 21) == 0);
     if (!skip) result.push_back(*entry);
   }
   result.push_back(nullptr);

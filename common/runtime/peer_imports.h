@@ -73,7 +73,7 @@ class PeerImports {
 
   std::size_t capacity_;
   std::unordered_map<std::uint64_t, std::unique_ptr<PeerImport>> known_;  ///< by allocation
-  std::vector<std::unique_ptr<PeerImport>> leaving_;  ///< those the peer wants back
+  std::vector<std::unique_ptr<PeerImport>> leaving_;            ///< those the peer wants back
   std::unordered_map<std::uint64_t, std::uint64_t> unmapping_;  ///< of those: allocation by serial
   std::vector<std::uint64_t> forgotten_;
   unsigned char part_[HandlePart::kParts * HandlePart::kBytes] = {};
@@ -84,8 +84,8 @@ class PeerImports {
   bool work_ = false;
 };
 
-/// The other side: which allocations of this side's application one peer has been told of, and which
-/// it has been asked to forget and has not answered yet.
+/// The other side: which allocations of this side's application one peer has been told of, and
+/// which it has been asked to forget and has not answered yet.
 class ToldPeer {
  public:
   /// False: it knows already.

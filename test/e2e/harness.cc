@@ -113,7 +113,8 @@ Job& Job::env(int rank, const std::string& name, const std::string& value) {
 Job& Job::oneNode() {
   env("EMUCUDA_DEVICES", std::to_string(ranks_.size()));
   for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
-    env(rank, "NCCL_HOSTID", "e2e-one-node").env(rank, "CUDA_VISIBLE_DEVICES", std::to_string(rank));
+    env(rank, "NCCL_HOSTID", "e2e-one-node")
+        .env(rank, "CUDA_VISIBLE_DEVICES", std::to_string(rank));
   }
   return *this;
 }

@@ -32,25 +32,35 @@ std::uint64_t fromEnvironment(const char* variable, std::uint64_t otherwise) {
 struct Variant {
   const char* name;
   int nodes;
+  bool direct;  ///< some of it goes directly from GPU to GPU
   std::vector<std::pair<const char*, const char*>> environment;
 };
 
 const Variant kVariants[] = {
-    {"Plain", 2, {}},
+    {"Plain", 2, true, {}},
     {"Delays",
      2,
+     true,
      {{"EMUCUDA_DELAY_US", "50"}, {"HOCCL_WAIT", "parked"}, {"HOCCL_SLOT_BYTES", "512KiB"}}},
-    {"SmallSlots", 2, {{"HOCCL_SLOT_BYTES", "128KiB"}, {"HOCCL_SLOTS", "2"}}},
-    {"FourNodes", 4, {{"HOCCL_SLOT_BYTES", "1MiB"}}},
-    {"OneConnection", 2, {{"CUDA_DEVICE_MAX_CONNECTIONS", "1"}, {"HOCCL_LANE_DEPTH", "1"}}},
+    {"SmallSlots", 2, true, {{"HOCCL_SLOT_BYTES", "128KiB"}, {"HOCCL_SLOTS", "2"}}},
+    {"FourNodes", 4, false, {{"HOCCL_SLOT_BYTES", "1MiB"}}},
+    {"OneConnection", 2, true, {{"CUDA_DEVICE_MAX_CONNECTIONS", "1"}, {"HOCCL_LANE_DEPTH", "1"}}},
     {"FourNodesDelays",
      4,
+     false,
      {{"EMUCUDA_DELAY_US", "30"},
       {"CUDA_DEVICE_MAX_CONNECTIONS", "8"},
       {"HOCCL_SLOTS", "1"},
       {"HOCCL_IMPORT_CACHE", "8"}}},
+    {"OneNode", 1, true, {}},
+    {"OneNodeDelays",
+     1,
+     true,
+     {{"EMUCUDA_DELAY_US", "50"}, {"HOCCL_SLOTS", "2"}, {"HOCCL_IMPORT_CACHE", "4"}}},
+    {"OneNodeWithoutP2P", 1, false, {{"EMUCUDA_P2P", "0"}}},
     {"Segments",
      2,
+     false,
      {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_DELAY_US", "30"}, {"HOCCL_IMPORT_CACHE", "8"}}},
 };
 
@@ -114,22 +124,28 @@ TEST_P(Soak, EveryByteOfRandomOperations) {
         all, seed - GetParam() - 1, variant.name);
     return;
   }
-  std::uint64_t staged = 0, calls = 0;
+  std::uint64_t staged = 0, direct = 0, calls = 0;
   for (int rank = 0; rank < kRanks; ++rank) {
     std::uint64_t its = 0;
     for (const auto& comm : job.communicators(rank)) {
       EXPECT_TRUE(comm["steered"]) << comm;
-      its += comm["paths"]["staged"]["ops"].get<std::uint64_t>();
+      const auto ops = [&](const char* path) {
+        return comm["paths"][path]["ops"].template get<std::uint64_t>();
+      };
+      its += ops("staged") + ops("direct");
+      direct += ops("direct");
     }
-    EXPECT_EQ(std::to_string(its), job.said(rank, "expectedStaged")) << "rank " << rank;
+    EXPECT_EQ(std::to_string(its), job.said(rank, "expectedSteered")) << "rank " << rank;
     EXPECT_EQ(job.said(rank, "freedWhileMapped"), "0") << "rank " << rank;
     // The emulator's notes about long waits are no errors.
     EXPECT_EQ(job.errors(rank).find("hoccl ["), std::string::npos) << job.errors(rank);
     staged += its;
     calls += std::stoull(job.said(rank, "calls"));
   }
-  std::printf("seed %lu: %lu of %lu calls staged\n", seed, staged, calls);
+  std::printf("seed %lu: %lu of %lu calls steered, %lu of them direct\n", seed, staged, calls,
+              direct);
   EXPECT_GT(2 * staged, calls);
+  EXPECT_EQ(direct > 0, variant.direct);
   for (const std::string& name : sharedMemory()) {
     EXPECT_TRUE(before.count(name)) << "left in /dev/shm: " << name;
   }

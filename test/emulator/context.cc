@@ -253,7 +253,7 @@ CUresult cuCtxEnablePeerAccess(CUcontext handle, unsigned int flags) {
     Context* peer = contextFrom(handle);
     if (peer == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     if (peer->physical == context.physical) return CUDA_ERROR_INVALID_DEVICE;
-    if (!settings().peerAccess) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    if (!reachEachOther(peer->physical, context.physical)) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
     std::lock_guard lock(context.mutex);
     return context.peers.insert(peer->ordinal).second ? CUDA_SUCCESS
                                                       : CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;

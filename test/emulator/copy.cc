@@ -73,10 +73,10 @@ Counter plan(const Side& to, const Side& from, const Stream& stream, Work* work)
     work->physical = here;
     work->sourcePhysical = source;
     work->peerPhysical = target;
-    if (settings().peerAccess) {
+    if (reachEachOther(source, target)) {
       work->path = Path::P2P;
       work->latencyNs = here == source ? kPushLatencyNs : kPullLatencyNs;
-      work->nsPerByte = kPeerNsPerByte;
+      work->nsPerByte = settings().nvlink ? kPeerNsPerByte : kHostNsPerByte;
     } else {
       // Without peer access the driver goes through the host, at the host's speed.
       work->path = Path::D2H;

@@ -210,8 +210,31 @@ CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   return deviceCall(device, can, [&](Context& context) {
     Context* other = contextOf(peer);
     if (other == nullptr) return CUDA_ERROR_INVALID_DEVICE;
-    *can = settings().peerAccess && other->physical != context.physical ? 1 : 0;
+    *can = other->physical != context.physical && reachEachOther(other->physical, context.physical)
+               ? 1
+               : 0;
     return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice from,
+                                 CUdevice to) {
+  return deviceCall(from, value, [&](Context& context) {
+    Context* other = contextOf(to);
+    if (other == nullptr) return CUDA_ERROR_INVALID_DEVICE;
+    if (other == &context) return CUDA_ERROR_INVALID_VALUE;
+    const bool reached = reachEachOther(context.physical, other->physical);
+    switch (attribute) {
+      case CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED:
+        *value = reached ? 1 : 0;
+        return CUDA_SUCCESS;
+      case CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED:
+        *value = reached && settings().nvlink ? 1 : 0;
+        return CUDA_SUCCESS;
+      default:
+        *value = 0;
+        return CUDA_SUCCESS;
+    }
   });
 }
 

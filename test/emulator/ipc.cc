@@ -99,7 +99,8 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle bytes, unsigned 
     // As the real driver: a process cannot import its own memory.
     if (handle.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
     if (handle.physical != context.physical) {
-      if (!settings().peerAccess) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+      if (!reachEachOther(handle.physical, context.physical))
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
       if ((flags & CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) == 0 &&
           !peerEnabled(context.ordinal, ordinalOf(handle.physical, -1)))
         return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;

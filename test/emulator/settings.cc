@@ -69,6 +69,22 @@ std::vector<int> visibleDevices(int devices) {
   return chosen;
 }
 
+/// "0-1,2-3"; false for anything else.
+bool readPairs(const char* text, std::vector<std::pair<int, int>>* out) {
+  while (*text != '\0') {
+    int one = 0, other = 0, used = 0;
+    if (std::sscanf(text, "%d-%d%n", &one, &other, &used) != 2) return false;
+    out->emplace_back(one, other);
+    text += used;
+    if (*text == ',') {
+      ++text;
+    } else if (*text != '\0') {
+      return false;
+    }
+  }
+  return true;
+}
+
 /// CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32. Not a variable of the emulator's: nonsense is no error.
 int connections() {
   constexpr long kMost = 32;
@@ -81,7 +97,7 @@ int connections() {
 
 bool loadSettings(Settings* out, std::string* error) {
   Settings values;
-  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, refuse = -1,
+  double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, nvlink = 1, refuse = -1,
          mode = 0;
   if (!readNumber("EMUCUDA_DEVICES", 0, kMaxDevices, true, &devices, error) ||
       !readNumber("EMUCUDA_DILATION", kMinDilation, kMaxDilation, false, &values.dilation, error) ||
@@ -89,6 +105,7 @@ bool loadSettings(Settings* out, std::string* error) {
       !readNumber("EMUCUDA_DELAY_US", 0, kMaxDelayUs, true, &delay, error) ||
       !readNumber("EMUCUDA_MEM_GIB", 1.0 / 1024, kMaxMemoryGib, false, &memory, error) ||
       !readNumber("EMUCUDA_P2P", 0, 1, true, &peers, error) ||
+      !readNumber("EMUCUDA_NVLINK", 0, 1, true, &nvlink, error) ||
       !readNumber("EMUCUDA_REFUSE_IPC_OPEN", 0, 1e9, true, &refuse, error) ||
       !readNumber("EMUCUDA_COMPUTE_MODE", 0, 3, true, &mode, error))
     return false;
@@ -104,15 +121,28 @@ bool loadSettings(Settings* out, std::string* error) {
   values.delayUs = static_cast<std::uint32_t>(delay);
   values.memoryBytes = static_cast<std::uint64_t>(memory * (1 << 30));
   values.peerAccess = peers != 0;
+  values.nvlink = nvlink != 0;
   values.connections = connections();
   if (const char* session = std::getenv("EMUCUDA_SESSION")) values.session = session;
   if (values.session.size() > 64 || values.session.find('/') != std::string::npos) {
     *error = "EMUCUDA_SESSION=" + values.session + ": must be at most 64 characters without '/'";
     return false;
   }
+  if (const char* pairs = std::getenv("EMUCUDA_P2P_REFUSE");
+      pairs != nullptr && !readPairs(pairs, &values.apart)) {
+    *error = "EMUCUDA_P2P_REFUSE=" + std::string(pairs) + ": must be pairs of GPUs as in 0-1,2-3";
+    return false;
+  }
   values.visible = visibleDevices(values.devices);
   *out = values;
   return true;
+}
+
+bool reachEachOther(int a, int b) {
+  return gSettings.peerAccess &&
+         std::none_of(gSettings.apart.begin(), gSettings.apart.end(), [&](const auto& pair) {
+           return pair == std::pair(a, b) || pair == std::pair(b, a);
+         });
 }
 
 const Settings& settings() { return gSettings; }

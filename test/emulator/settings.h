@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace hoccl::emu {
@@ -18,6 +19,9 @@ struct Settings {
   std::uint64_t memoryBytes = std::uint64_t{139} << 30;  ///< EMUCUDA_MEM_GIB: memory of each GPU
   int connections = 0;           ///< CUDA_DEVICE_MAX_CONNECTIONS; 0: not set
   bool peerAccess = true;        ///< EMUCUDA_P2P: 0 = no GPU reaches another
+  bool nvlink = true;  ///< EMUCUDA_NVLINK: 0 = they do so over PCIe
+  /// EMUCUDA_P2P_REFUSE: pairs of GPUs (physical) that do not reach each other.
+  std::vector<std::pair<int, int>> apart;
   long refuseImportsAfter = -1;  ///< EMUCUDA_REFUSE_IPC_OPEN: imports that succeed before all
                                  ///< others of the process are refused; -1: none is
   std::string refuseImportsIn;   ///< EMUCUDA_REFUSE_IPC_IN: only in processes of this name
@@ -28,6 +32,8 @@ struct Settings {
 
 /// Reads the environment. On a bad value returns false and one line that names it.
 bool loadSettings(Settings* out, std::string* error);
+/// Whether the two GPUs (physical) reach each other's memory.
+bool reachEachOther(int a, int b);
 /// The settings in force; valid after a successful cuInit.
 const Settings& settings();
 void setSettings(const Settings& values);

@@ -26,9 +26,9 @@ def _plain(violation):
     )
 
 
-def _judge(directory, ranks, expected):
+def _judge(directory, ranks, expected, direct):
     """Compares the traces of a window with `expected` {role: violations}; what is not named must be
-    clean. Returns (problems, figures)."""
+    clean. `direct`: the movers copy from GPU to GPU. Returns (problems, figures)."""
     problems, figures = [], {}
     everywhere = (min(r["begin_ns"] for r in ranks), max(r["end_ns"] for r in ranks))
     for number, r in enumerate(ranks):
@@ -56,7 +56,14 @@ def _judge(directory, ranks, expected):
                 problems.append(f"{role}: nothing traced before the window, where kernels ran")
             if role.startswith("mover"):
                 moved = (trace.bytes("DtoH", *window), trace.bytes("HtoD", *window))
-                if moved != (r["sent"], r["received"]):
+                if direct:
+                    moved += (trace.bytes("PtoP", *window),)
+                    if moved != (0, 0, r["sent"]):
+                        problems.append(
+                            f"{role}: copied {moved} bytes (to the host, from there, to the peer), "
+                            f"expected {(0, 0, r['sent'])}"
+                        )
+                elif moved != (r["sent"], r["received"]):
                     problems.append(
                         f"{role}: copied {moved} bytes (out, in), expected "
                         f"{(r['sent'], r['received'])}"
@@ -67,14 +74,14 @@ def _judge(directory, ranks, expected):
     return problems, figures
 
 
-def report_window(context, windows, directory, case, test, expected):
+def report_window(context, windows, directory, case, test, expected, direct=False):
     """Reports as `test` what the traces say of the window of `case`, one of run_cases' results."""
     figures = windows[case].figures if case in windows else {}
     if not all(f"rank{r}" in figures for r in range(common.WORLD)):
         context.reporter.record(test, "error", detail=f"{case} did not finish")
         return
     ranks = [figures[f"rank{r}"] for r in range(common.WORLD)]
-    problems, counts = _judge(directory, ranks, expected)
+    problems, counts = _judge(directory, ranks, expected, direct)
     context.reporter.record(
         test, "fail" if problems else "pass", detail="\n".join(problems), figures=counts
     )

@@ -89,6 +89,7 @@ class Rank:
         self.world = int(os.environ["WORLD_SIZE"])
         self.peer = 1 - self.rank
         self.quick = os.environ.get("GPU_CHECK_QUICK") == "1"
+        self.path = os.environ.get("GPU_CHECK_PATH", "staged")  # of what passes between the two
         self.problems = []
         self._results = results
         self._barriers = 0
@@ -164,8 +165,9 @@ class Rank:
                 return json.loads(buffer.value.decode() or '{"communicators":[]}')
             size = length + 1
 
-    def totals(self, path="staged"):
-        """(operations, bytes) over all communicators that took `path`."""
+    def totals(self, path=None):
+        """(operations, bytes) over all communicators that took `path` (the one expected here)."""
+        path = path or self.path
         ops = size = 0
         for c in self.stats()["communicators"]:
             counts = c["paths"].get(path, {})
@@ -173,9 +175,10 @@ class Rank:
             size += counts.get("bytes", 0)
         return ops, size
 
-    def check_steered(self, before, sizes, path="staged"):
+    def check_steered(self, before, sizes, path=None):
         """Since totals() gave `before`, exactly the operations of `sizes` (bytes of this rank's
         sends and receives) that are large enough took `path`."""
+        path = path or self.path
         large = [n for n in sizes if n >= MIN_STEERED]
         want = (before[0] + len(large), before[1] + sum(large))
         end = time.monotonic() + STATS_LIMIT_S

@@ -20,6 +20,7 @@
 #include "common/base/status.h"
 #include "common/gpu/lane.h"
 #include "common/runtime/spsc_queue.h"
+#include "test/unit/fake_memory.h"
 #include "test/unit/fakes.h"
 
 namespace hoccl::test {
@@ -34,6 +35,7 @@ inline void copyOf(LaneDirection direction, const LaneJob& job) {
     std::memcpy(job.host, device, job.bytes);
   } else if (direction == LaneDirection::ToPeer) {
     std::memcpy(reinterpret_cast<std::byte*>(job.peer), device, job.bytes);
+    peerCopies().fetch_add(1, std::memory_order_release);
   } else {
     std::memcpy(device, job.host, job.bytes);
   }

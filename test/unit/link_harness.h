@@ -51,11 +51,13 @@ class End final : public LinkOwner {
       lanes.push_back(out.get());
       lanes.push_back(in.get());
       inLanes_.push_back(in.get());
-      auto peer = std::make_unique<ManualLane>(LaneDirection::ToPeer);
-      lanes.push_back(peer.get());
-      peer_.lanes[i] = std::move(peer);
       out_.lanes[i] = std::move(out);
       in_.lanes[i] = std::move(in);
+    }
+    for (std::unique_ptr<Lane>& lane : peer_.lanes) {
+      auto peer = std::make_unique<ManualLane>(LaneDirection::ToPeer);
+      lanes.push_back(peer.get());
+      lane = std::move(peer);
     }
     link.establish(std::make_unique<FakeWire::End>(wire, side), HostRegistration());
   }

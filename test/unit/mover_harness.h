@@ -195,6 +195,7 @@ class TestMover {
       d.bytes = op.bytes;
       d.pairSequence = op.pairSequence;
       d.buffer = op.buffer;
+      d.counted = 3;
       push(d);
     }
     ring();

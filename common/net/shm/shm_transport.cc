@@ -13,7 +13,7 @@ namespace hoccl {
 namespace {
 
 constexpr std::uint64_t kGreetingMagic = 0x6d68732d4c434348ull;  // "HCCL-shm"
-constexpr std::uint32_t kShmProtocol = 2;
+constexpr std::uint32_t kShmProtocol = 3;
 
 struct Greeting {
   std::uint64_t magic;

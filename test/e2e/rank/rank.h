@@ -61,7 +61,7 @@ struct Scenario {
   const char* name;
   void (*run)(const Rank& rank);
 };
-extern const std::vector<Scenario> kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
+extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
     kAbortStormScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios;

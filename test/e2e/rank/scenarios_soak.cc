@@ -77,7 +77,7 @@ class Soak {
   Random memoryRandom_;
   Cells cells_;
   Checks checks_;
-  std::uint64_t current_ = 0, staged_ = 0, calls_ = 0;
+  std::uint64_t current_ = 0, steered_ = 0, calls_ = 0;
 };
 
 Soak::Soak(const Rank& rank)
@@ -244,7 +244,7 @@ void Soak::make(const Call& call, Random& random) {
   void* out = reinterpret_cast<void*>(part.output);
   const NcclApi& api = nccl();
   ++calls_;
-  if (plan_.steered(op)) ++staged_;
+  if (plan_.steered(op)) ++steered_;
   switch (op.what) {
     case What::Pair:
     case What::Self: {
@@ -356,7 +356,7 @@ void Soak::trace(const Group& group, const std::vector<Part>& parts, const char*
                                  group.grouped ? "" : " (one call)", what);
   for (const Part& part : parts) {
     text += fmt::format("; {}, {} on stream {}, in {:#x} out {:#x}", part.op.text(),
-                        plan_.steered(part.op) ? "staged" : "NCCL's", part.stream, part.input,
+                        plan_.steered(part.op) ? "steered" : "NCCL's", part.stream, part.input,
                         part.output);
   }
   say("trace", text);
@@ -401,7 +401,7 @@ void Soak::run() {
   }
   rank_.barrier("checked");
   say("calls", std::to_string(calls_));
-  say("expectedStaged", std::to_string(staged_));
+  say("expectedSteered", std::to_string(steered_));
   sayStats();
   if (cuda().sessionCounters) {
     HocclEmuCounters counters{};

@@ -142,31 +142,7 @@ bool Plan::apart(std::size_t communicator, int a, int b) const {
 }
 
 bool Plan::steered(const Operation& op) const {
-  if (op.bytes < kSmallestSteered || op.what == What::AllReduce) return false;
-  const int ranks = static_cast<int>(members_[op.communicator].size());
-  const auto reachesAll = [&](int rank) {
-    for (int other = 0; other < ranks; ++other) {
-      if (other != rank && !apart(op.communicator, rank, other)) return false;
-    }
-    return true;
-  };
-  switch (op.what) {
-    case What::Pair:
-      return apart(op.communicator, op.root, op.peer);
-    case What::Self:  // a rank reaches itself where it reaches any other
-      for (int other = 0; other < ranks; ++other) {
-        if (apart(op.communicator, op.root, other)) return true;
-      }
-      return false;
-    case What::AllGather:
-    case What::AlltoAll:
-      for (int rank = 0; rank < ranks; ++rank) {
-        if (!reachesAll(rank)) return false;
-      }
-      return true;
-    default:
-      return reachesAll(op.root);
-  }
+  return op.bytes >= kSmallestSteered && op.what != What::AllReduce;
 }
 
 Operation Plan::operation(Random& random) {
@@ -175,12 +151,10 @@ Operation Plan::operation(Random& random) {
   const std::size_t pick = random.below(100);
   op.communicator = pick < 40 ? 0 : pick < 55 ? 1 : pick < 70 ? 2 : 3;
   const std::size_t ranks = members_[op.communicator].size();
-  // Where a node has several of a communicator's ranks, its collectives stay with NCCL.
-  const bool mostlyPairs = op.communicator == 0 || op.communicator == 3;
   const std::size_t kind = random.below(100);
-  if (kind < (mostlyPairs ? 75u : 30u)) {
+  if (kind < 45) {
     op.what = What::Pair;
-  } else if (kind < (mostlyPairs ? 80u : 36u)) {
+  } else if (kind < 50) {
     op.what = What::Self;
   } else {
     constexpr What kCollectives[] = {What::AllGather, What::AlltoAll, What::Gather,   What::Scatter,
@@ -191,8 +165,8 @@ Operation Plan::operation(Random& random) {
   if (op.what == What::Pair) {
     op.peer =
         static_cast<int>((static_cast<std::size_t>(op.root) + 1 + random.below(ranks - 1)) % ranks);
-    // Most of them between nodes, some within one.
-    const bool within = random.oneIn(6);
+    // Half of them between nodes, half within one, where there are both.
+    const bool within = random.oneIn(2);
     for (std::size_t i = 0; i < ranks && apart(op.communicator, op.root, op.peer) == within; ++i) {
       op.peer = (op.peer + 1) % static_cast<int>(ranks);
       if (op.peer == op.root) op.peer = (op.peer + 1) % static_cast<int>(ranks);

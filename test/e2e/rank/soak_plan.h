@@ -70,7 +70,7 @@ class Plan {
   [[nodiscard]] const std::vector<std::vector<int>>& members() const { return members_; }
   [[nodiscard]] std::uint64_t seed() const { return seed_; }
   Group next();
-  /// Whether HOCCL's rule sends it over the movers: enough bytes, and its pairs on two nodes.
+  /// Whether HOCCL's rule sends it over the movers: enough bytes; every rank has a GPU of its own.
   [[nodiscard]] bool steered(const Operation& op) const;
 
  private:

@@ -1,0 +1,212 @@
+"""direct_figures: rates between two GPUs of one node, against bare peer copies and against NCCL in
+the same run. A figure that misses its goal has the outcome "miss"."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import common
+import group_direct
+import procs
+from common import GIB, KIB, MIB
+
+BENCH_LIMIT_S = 120
+COPIES_LIMIT_S = 90
+CTAS = ("1", "2", "4", "8")
+# Goals: of the bare copies from 256 MiB on, at 64 MiB; GB/s at 2 MiB; us at 256 KiB; GB/s of
+# algorithm bandwidth of the collectives at 1 GiB.
+OF_BARE = {64 * MIB: 0.95, 256 * MIB: 0.98, GIB: 0.98}
+RATE_2MIB_GBS, TIME_256KIB_US = 120.0, 14.0
+COLLECTIVE_GBS = 760.0
+LAUNCH_US = 2.5
+
+
+def _size(n):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if n % unit == 0:
+            return f"{n // unit}{name}"
+    return str(n)
+
+
+def _run(context, command, log, env, limit_s):
+    """Exit status, or what happened instead."""
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            procs.kill_tree(process.pid)
+            process.wait(10)
+            return f"not done after {limit_s} s"
+
+
+def _bench(context, test, operation, smallest, largest, more=(), env=None):
+    path, log = context.path("bench.json"), context.path("bench.log")
+    command = [context.install.tool, "bench", operation, "--same-node", "-b", _size(smallest)]
+    command += ["-e", _size(largest), "--json", path, *more]
+    began = time.monotonic()
+    status = _run(
+        context,
+        command,
+        log,
+        {
+            **common.clean_environment(),
+            **context.install.env(),
+            "HOCCL_EMULATE": "never",
+            **(env or {}),
+        },
+        BENCH_LIMIT_S,
+    )
+    rows = []
+    if os.path.exists(path):
+        with open(path) as f:
+            rows = json.load(f)["rows"]
+    wrong = [r for r in rows if r["errors"]]
+    ok = status == 0 and rows and not wrong and not any(r["emulated"] for r in rows)
+    detail = f"{' '.join(command)}: status {status}, {len(rows)} rows, {len(wrong)} wrong\n"
+    context.reporter.record(
+        test,
+        "pass" if ok else "error",
+        time.monotonic() - began,
+        "" if ok else detail + common.tail(log),
+        {"rows": rows},
+    )
+    return rows
+
+
+def _bare(context, sizes):
+    log, began = context.path("copies.log"), time.monotonic()
+    script = os.path.join(common.HERE, "peer_copies.py")
+    status = _run(
+        context,
+        [sys.executable, script, *map(str, sizes)],
+        log,
+        common.clean_environment(),
+        COPIES_LIMIT_S,
+    )
+    lines = common.tail(log).splitlines()
+    found = json.loads(lines[-1]) if status == 0 and lines else {}
+    context.reporter.record(
+        "bare_peer_copies",
+        "pass" if found else "error",
+        time.monotonic() - began,
+        "" if found else f"status {status}\n" + common.tail(log),
+        found,
+    )
+    return found
+
+
+def _row(rows, impl, size, in_place=None):
+    for r in rows:
+        if r["impl"] == impl and r["bytes"] == size and in_place in (None, r["in_place"]):
+            return r
+    return None
+
+
+def _goal(context, test, row, value, limit, at_least, unit, more=None):
+    if row is None or value is None:
+        context.reporter.record(test, "error", detail="not measured")
+        return
+    if row["path"] != "direct":
+        context.reporter.record(test, "fail", detail=f"took the path {row['path']}, not direct")
+        return
+    met = value >= limit if at_least else value <= limit
+    missed = f"{value} {unit}, goal {'at least' if at_least else 'at most'} {limit}"
+    context.reporter.record(
+        test,
+        "pass" if met else "miss",
+        detail="" if met else missed,
+        figures={"value": round(value, 4), "unit": unit, "goal": limit, **(more or {})},
+    )
+
+
+def _sendrecv(context, largest):
+    sizes = [64 * KIB, 256 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB]
+    sizes += [s for s in OF_BARE if s <= largest]
+    bare = _bare(context, sizes)
+    for pattern in ("oneway", "bidir"):
+        rows = _bench(
+            context,
+            f"bench_{pattern}",
+            "sendrecv",
+            64 * KIB,
+            largest,
+            ("--pattern", pattern, "--compare", "nccl"),
+        )
+        rows += _bench(
+            context,
+            f"bench_{pattern}_2MiB",
+            "sendrecv",
+            2 * MIB,
+            2 * MIB,
+            ("--pattern", pattern),
+        )
+        for size in [s for s in OF_BARE if s <= largest]:
+            row, copies = _row(rows, "hoccl", size), bare.get(pattern, {}).get(str(size))
+            share = copies / row["time_us"] if row and copies else None
+            _goal(
+                context,
+                f"{pattern}_of_bare_{_size(size)}",
+                row,
+                share,
+                OF_BARE[size],
+                True,
+                "of the bare peer copies",
+                {"hoccl_us": row and row["time_us"], "bare_us": copies},
+            )
+        if pattern == "bidir":
+            continue
+        row = _row(rows, "hoccl", 2 * MIB)
+        _goal(context, "rate_2MiB", row, row and row["algbw_gbs"], RATE_2MIB_GBS, True, "GB/s")
+        row = _row(rows, "hoccl", 256 * KIB)
+        _goal(context, "time_256KiB", row, row and row["time_us"], TIME_256KIB_US, False, "us")
+        launches = [r["launch_us"] for r in rows if r["impl"] == "hoccl" and r["launch_us"]]
+        worst = max(launches) if launches else None
+        _goal(context, "launch", row, worst, LAUNCH_US, False, "us, the worst of all sizes")
+
+
+def run(context):
+    if not group_direct.two_gpus(context):
+        return
+    largest = 64 * MIB if context.quick else GIB
+    _sendrecv(context, largest)
+    for operation, in_place in (("allgather", True), ("alltoall", False)):
+        rows = _bench(
+            context, f"bench_{operation}", operation, 64 * MIB, largest, ("--compare", "nccl")
+        )
+        row, other = _row(rows, "hoccl", largest, in_place), _row(rows, "nccl", largest, in_place)
+        if context.quick:
+            continue
+        _goal(
+            context,
+            f"{operation}_1GiB",
+            row,
+            row and row["algbw_gbs"],
+            COLLECTIVE_GBS,
+            True,
+            "GB/s",
+            {"nccl_gbs": other and other["algbw_gbs"], "in_place": in_place},
+        )
+    for ctas in CTAS:
+        _bench(
+            context,
+            f"bench_nccl_{ctas}_ctas",
+            "sendrecv",
+            256 * KIB,
+            largest,
+            ("--impl", "nccl", "-f", "16"),
+            {"NCCL_MIN_CTAS": ctas, "NCCL_MAX_CTAS": ctas},
+        )
+    _bench(
+        context,
+        "bench_without_p2p",
+        "sendrecv",
+        128 * MIB,
+        largest if largest > 128 * MIB else 128 * MIB,
+        ("--pattern", "oneway", "--compare", "nccl,bare"),
+        {"HOCCL_P2P": "0", "NCCL_P2P_DISABLE": "1"},
+    )
