@@ -103,8 +103,9 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.bytes = 0;
   tag.open.push_back(&slot);
   if (ahead_ == nullptr && mayAhead_) ahead_ = &tag;
-  openAhead(slot);
-  if (!tag.early.empty() && tag.early.front().index == slot.index) {
+  const bool cameEarly = !tag.early.empty() && tag.early.front().index == slot.index;
+  openAhead(slot, !cameEarly);
+  if (cameEarly) {
     Early& early = tag.early.front();
     if (early.payload.size() > slot.capacity) {
       heardBad_ =
@@ -130,12 +131,14 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   if (asked || (tag.large && slot.capacity > kEagerBytes)) namePlace(slot);
 }
 
-void ReceiveEnd::openAhead(Slot& slot) {
+void ReceiveEnd::openAhead(Slot& slot, bool takesPieces) {
   if (slot.tag != ahead_) return;
-  slot.gate.store(slot.turn, std::memory_order_release);
-  OpenByIndex& open = openAhead_[slot.index % kReceiveSlots];
-  open.slot.store(static_cast<std::uint32_t>(&slot - slots_.data()), std::memory_order_relaxed);
-  open.index.store(slot.index, std::memory_order_release);
+  if (takesPieces) {
+    slot.gate.store(slot.turn, std::memory_order_release);
+    OpenByIndex& open = openAhead_[slot.index % kReceiveSlots];
+    open.slot.store(static_cast<std::uint32_t>(&slot - slots_.data()), std::memory_order_relaxed);
+    open.index.store(slot.index, std::memory_order_release);
+  }
   openedAhead_.store(slot.index + 1, std::memory_order_seq_cst);
   end_.bundle()->resumeData();
 }

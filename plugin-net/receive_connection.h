@@ -105,7 +105,8 @@ class ReceiveEnd final : public ReceiveConnection {
   [[nodiscard]] TagState* stateOf(int tag);
   Status progress(bool* gone);
   void open(Slot& slot, const Receive& receive, TagState& tag);
-  void openAhead(Slot& slot);
+  /// Its index may be asked for; `takesPieces` unless its message is here already, as a small one.
+  void openAhead(Slot& slot, bool takesPieces);
   void namePlace(Slot& slot);
   void sayPosted(Slot& slot, std::uint64_t limit);
   /// Room for a piece in a receive, if pieces of that turn may come.

@@ -293,5 +293,65 @@ TEST_P(Hostile, ReceiverOfASendingPlugin) {
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
 
+// The same message twice, small and ahead of its receive: the receive takes the small one, nothing
+// is written behind it, and the pieces end the connection.
+TEST(HostileAhead, AMessageThatIsThereAlready) {
+  const Outcome outcome = runPair([](const Side& side) {
+    if (side.rank() == 0) {
+      Handle handle;
+      side.take(handle.data(), handle.size());
+      ListenerAddress to;
+      REQUIRE(unpackHandle(handle.data(), &to).ok());
+      std::unique_ptr<BundleSetup> setup;
+      REQUIRE(connectBundle(to.address, to.nonce, to.address, makeHello(), {}, &setup).ok());
+      Swallow data;
+      const std::unique_ptr<Bundle> bundle = finishSetup(*setup, data);
+      const std::vector<std::byte> payload(kRoom, std::byte{0x11});
+      std::atomic<std::uint64_t> moved{0};
+      AheadBody body;
+      body.index = 1;
+      body.total = kRoom;
+      Transfer transfer;
+      transfer.kind = static_cast<std::uint16_t>(Kind::Ahead);
+      transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
+      transfer.data = payload.data();
+      transfer.bytes = kRoom;
+      transfer.done = &moved;
+      REQUIRE(bundle->post(transfer));
+      Control small;
+      small.bytes = 100;
+      const auto message = static_cast<std::uint16_t>(Kind::Message);
+      for (small.index = 0; small.index < 2; ++small.index) {
+        REQUIRE(bundle->sendControl(message, pack(small), payload.data(), small.bytes));
+      }
+      side.meet();
+      side.meet();
+      return;
+    }
+    Session session(11);
+    Net& net = session.net();
+    Handle handle;
+    void* const listener = session.listen(&handle);
+    side.give(handle.data(), handle.size());
+    void* const comm = session.accept(listener);
+    REQUIRE_OK(net.closeListen(listener));
+    std::vector<unsigned char> memory(kRoom, 0xcd), other(100);
+    side.meet();
+    ::usleep(100'000);
+    finish(net, startReceive(net, comm, other.data(), other.size(), 0));  // hears of both
+    void* const first = startReceive(net, comm, memory.data(), memory.size(), 0);
+    void* const never = startReceive(net, comm, other.data(), other.size(), 1);
+    int size = 0;
+    finish(net, first, &size);
+    REQUIRE(size == 100);
+    REQUIRE(failureOf(net, never) == ncclRemoteError);
+    REQUIRE(allBytes(memory.data(), 100, 0x11));
+    REQUIRE(allBytes(memory.data() + 100, kRoom - 100, 0xcd));
+    side.meet();
+    REQUIRE_OK(net.closeReceive(comm));
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
 }  // namespace
 }  // namespace conformance
