@@ -93,7 +93,6 @@ Status loadTable(VerbsLibrary* table) {
   need("ibv_query_device", &table->queryDevice);
   need("ibv_query_port", &queryPortFunction);
   need("ibv_query_gid", &queryGidFunction);
-  need("ibv_query_pkey", &table->queryPkey);
   need("ibv_alloc_pd", &table->allocPd);
   need("ibv_dealloc_pd", &table->deallocPd);
   need("ibv_reg_mr", &regMrFunction);

@@ -28,7 +28,6 @@ struct VerbsLibrary {
   /// value where it is out of range.
   int (*queryGid)(ibv_context* context, std::uint8_t port, std::uint32_t index,
                   ibv_gid_entry* entry) = nullptr;
-  int (*queryPkey)(ibv_context* context, std::uint8_t port, int index, __be16* pkey) = nullptr;
   ibv_pd* (*allocPd)(ibv_context* context) = nullptr;
   int (*deallocPd)(ibv_pd* pd) = nullptr;
   /// `access` may hold optional flags (relaxed ordering); those the library does not know are left

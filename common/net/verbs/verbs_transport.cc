@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 #include <sys/epoll.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -35,6 +37,9 @@ struct MoverReply {
   Extent extent;
 };
 
+/// Completions ring nobody: while queue pairs are being tried, the handshake looks so often.
+constexpr long kLookNs = 500'000;
+
 enum Refusal : std::uint32_t { kRefused = 1, kCrossed = 2 };
 
 std::string geometryText(std::uint32_t slots, std::uint64_t slotBytes) {
@@ -54,7 +59,8 @@ class VerbsHandshake : public Handshake {
   VerbsHandshake(std::shared_ptr<const Ground> ground, std::unique_ptr<BundleSetup> setup)
       : ground_(std::move(ground)),
         setup_(std::move(setup)),
-        epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+        epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+        timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
     watchAlso(setup_->watchFd());
   }
   [[nodiscard]] int watchFd() const override { return epoll_.get(); }
@@ -76,6 +82,8 @@ class VerbsHandshake : public Handshake {
       }
       if (Status status = openPairs(); !status) return fail(status);
     }
+    std::uint64_t expirations = 0;
+    [[maybe_unused]] ssize_t got = ::read(timer_.get(), &expirations, sizeof expirations);
     switch (connection_->advanceSetUp()) {
       case VerbsConnection::SetUp::Pending:
         return state_;
@@ -106,6 +114,9 @@ class VerbsHandshake : public Handshake {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, setup_->watchFd(), nullptr);
     if (Status status = connection_->open(*setup_); !status) return status;
     watchAlso(connection_->setUpFd());
+    watchAlso(timer_.get());
+    const itimerspec often{{0, kLookNs}, {0, kLookNs}};
+    ::timerfd_settime(timer_.get(), 0, &often, nullptr);
     opened_ = true;
     return {};
   }
@@ -117,7 +128,7 @@ class VerbsHandshake : public Handshake {
 
   std::shared_ptr<const Ground> ground_;
   std::unique_ptr<BundleSetup> setup_;
-  UniqueFd epoll_;
+  UniqueFd epoll_, timer_;
   PeerId peer_;
   bool peerKnown_ = false, opened_ = false;
   State state_ = State::Pending;
