@@ -31,7 +31,7 @@ class Options:
 
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
-        prog="guest",
+        prog="guest", usage="guest [option ...] --run COMMAND | -- PROGRAM [ARG ...]",
         description="Runs a command in virtual machines with soft-RoCE devices (rxe0, rxe1, ...). The host's "
         "files are there at their paths, what the command writes is lost with the guest.",
         epilog="Exit status: the command's (with two nodes the first that is not 0); 124 time limit; "
