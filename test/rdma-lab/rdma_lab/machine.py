@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shlex
 import socket
 import subprocess
@@ -15,6 +16,7 @@ MANAGEMENT = "mgmt"
 KERNEL_COMMAND_LINE = (
     "console=ttyS0 quiet panic=-1 oops=panic mitigations=off "
     "tsc=reliable no_timer_check cryptomgr.notests apparmor=0 audit=0 rcupdate.rcu_expedited=1")
+LAST_LINES = 20
 # QEMU answers on its monitor at once; one that does not is broken.
 MONITOR_SECONDS = 10
 
@@ -132,12 +134,16 @@ class Machine:
         return text
 
     def last_words(self) -> str:
-        """The end of its console and of QEMU's own messages, for a person."""
+        """QEMU's own messages and its console from the kernel's crash on, else the end of it."""
         lines = []
         for name in ("qemu.log", "console.log"):
             path = self.shared / name
-            if path.exists():
-                lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+            if not path.exists():
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            crash = next((i for i, line in enumerate(text) if re.search("BUG: |Oops: |Kernel panic", line)),
+                         len(text))
+            lines += text[min(crash, max(0, len(text) - LAST_LINES)):][:LAST_LINES]
         return "\n".join(line for line in lines if line.strip()) or "(nothing on its console)"
 
     def monitor(self, command: str, **arguments) -> None:
