@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "common/base/log.h"
 #include "common/base/time.h"
@@ -11,6 +12,37 @@
 #include "plugin-net/ll128.h"
 
 namespace hoccl::net_plugin {
+
+/// An allocation or mapping, and what is said of it.
+struct DeviceMemory::Place {
+  CUdevice device = -1;
+  bool capable = false;  ///< it has an IPC handle
+  MappedSegment segment;
+};
+
+/// Mostly one call of the driver, each of which is a microsecond or two when it has not been used
+/// for a while.
+bool DeviceMemory::placeOf(const Driver* driver, CUdeviceptr address, Place* out) {
+  Place place;
+  int device = -1, capable = 0;
+  std::size_t size = 0;
+  CUpointer_attribute names[] = {
+      CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_BUFFER_ID,
+      CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+      CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+  void* values[] = {&device, &place.segment.id, &capable, &place.segment.base, &size};
+  if (driver->cuPointerGetAttributes(std::size(names), names, values, address) != CUDA_SUCCESS ||
+      place.segment.id == 0 || device < 0) {
+    return false;
+  }
+  place.device = device;
+  place.capable = capable != 0;
+  place.segment.bytes = size;
+  // Of mapped memory the range is the reservation.
+  if (!place.capable && !segmentAt(driver, address, &place.segment)) return false;
+  *out = place;
+  return true;
+}
 
 std::size_t Registration::pieces(const void* data, std::uint64_t bytes,
                                  std::span<CopyPiece, kCopyPieces> out) const {
@@ -76,12 +108,7 @@ Status DeviceMemory::startFor(CUcontext context, CUdevice device) {
   return {};
 }
 
-Status DeviceMemory::gpuOf(CUdeviceptr address, Gpu** out) {
-  int device = -1;
-  if (driver_->cuPointerGetAttribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address) !=
-      CUDA_SUCCESS) {
-    return cannotBeMapped(driver_, reinterpret_cast<const void*>(address));
-  }
+Status DeviceMemory::gpuOf(CUdevice device, Gpu** out) {
   auto known = gpus_.find(device);
   if (known == gpus_.end()) {
     CUcontext context = nullptr;
@@ -104,50 +131,40 @@ Status DeviceMemory::add(void* data, std::uint64_t bytes, Registration** out) {
   }
   const RelaxedCapture relaxed(driver_);
   const ContextGuard guard(driver_, gpus_.begin()->second.mover->context());
-  const auto address = reinterpret_cast<CUdeviceptr>(data);
+  Place first;
+  if (!placeOf(driver_, reinterpret_cast<CUdeviceptr>(data), &first)) {
+    return cannotBeMapped(driver_, data);
+  }
   Gpu* gpu = nullptr;
-  HOCCL_RETURN_IF_ERROR(gpuOf(address, &gpu));
+  HOCCL_RETURN_IF_ERROR(gpuOf(first.device, &gpu));
   std::vector<Registration::Run> runs;
-  if (Status status = describe(address, bytes, *gpu, &runs); !status) {
+  if (Status status = describe(first, reinterpret_cast<CUdeviceptr>(data), bytes, *gpu, &runs);
+      !status) {
     release(*gpu, runs);
     return status;
   }
   auto made = std::make_shared<Registration>(gpu->mover, std::move(runs));
   *out = made.get();
   registered_.emplace(*out, std::move(made));
-  const std::uint64_t took = monotonicNs() - began;
-  ++registrations_;
-  slowestNs_ = std::max(slowestNs_, took);
-  if (bytes > largestBytes_ || (bytes == largestBytes_ && took > largestNs_)) {
-    largestBytes_ = bytes;
-    largestNs_ = took;
-  }
+  countRegistration(bytes, monotonicNs() - began);
   return {};
 }
 
 /// The runs of the range. NCCL rounds user buffers to pages, so the range may end behind its
 /// memory; it has to begin in some.
-Status DeviceMemory::describe(CUdeviceptr address, std::uint64_t bytes, Gpu& gpu,
-                              std::vector<Registration::Run>* out) {
-  const ContextGuard guard(driver_, gpu.mover->context());
-  for (CUdeviceptr at = address; at < address + bytes;) {
-    MappedSegment segment;
-    int capable = 0;
-    if (!segmentAt(driver_, at, &segment) ||
-        driver_->cuPointerGetAttribute(&capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                                       at) != CUDA_SUCCESS) {
-      if (at > address) return {};
-      return cannotBeMapped(driver_, reinterpret_cast<const void*>(at));
-    }
+Status DeviceMemory::describe(const Place& first, CUdeviceptr address, std::uint64_t bytes,
+                              Gpu& gpu, std::vector<Registration::Run>* out) {
+  Place place = first;
+  for (CUdeviceptr at = address;;) {
     Registration::Run run{};
-    run.allocation = segment.id;
-    run.base = segment.base;
-    run.bytes = segment.bytes;
-    HOCCL_RETURN_IF_ERROR(import(gpu, at, capable != 0, &run));
+    run.allocation = place.segment.id;
+    run.base = place.segment.base;
+    run.bytes = place.segment.bytes;
+    HOCCL_RETURN_IF_ERROR(import(gpu, at, place.capable, &run));
     out->push_back(run);
-    at = segment.end();
+    at = place.segment.end();
+    if (at >= address + bytes || !placeOf(driver_, at, &place)) return {};
   }
-  return {};
 }
 
 Status DeviceMemory::import(Gpu& gpu, CUdeviceptr address, bool capable, Registration::Run* run) {
@@ -203,6 +220,17 @@ void DeviceMemory::remove(Registration* registration) {
   }
 }
 
+void DeviceMemory::countRegistration(std::uint64_t bytes, std::uint64_t tookNs) {
+  ++registrations_;
+  slowestNs_ = std::max(slowestNs_, tookNs);
+  if (bytes < largestBytes_) return;
+  if (bytes > largestBytes_) {
+    largestBytes_ = bytes;
+    largestCount_ = 0;
+  }
+  largestNs_[largestCount_++ % kTimes] = tookNs;
+}
+
 void DeviceMemory::countSent(std::uint64_t bytes) {
   sends_.fetch_add(1, std::memory_order_relaxed);
   sentBytes_.fetch_add(bytes, std::memory_order_relaxed);
@@ -224,15 +252,17 @@ void DeviceMemory::report() {
     in += gpu.mover->counters().copiesIn.load();
     small += gpu.mover->counters().smallIn.load();
   }
+  const std::size_t count = std::min<std::uint64_t>(largestCount_, kTimes);
+  std::array<std::uint64_t, kTimes> times = largestNs_;
+  std::sort(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(count));
   logInfo(
       "staging: {} sends ({} bytes) and {} receives ({} bytes) of device memory, by {} copies out "
-      "and "
-      "{} in ({} under 32 KiB); {} registrations, the slowest {:.1f} us, the largest ({} bytes) "
-      "{:.1f} "
-      "us",
+      "and {} in ({} under 32 KiB); {} registrations, the slowest {:.1f} us, the largest ({} "
+      "bytes, "
+      "{} times) {:.1f} us in the median",
       sends, sentBytes_.load(), receives, receivedBytes_.load(), out, in, small, registrations_,
-      static_cast<double>(slowestNs_) / 1000, largestBytes_,
-      static_cast<double>(largestNs_) / 1000);
+      static_cast<double>(slowestNs_) / 1000, largestBytes_, largestCount_,
+      static_cast<double>(times[count / 2]) / 1000);
 }
 
 }  // namespace hoccl::net_plugin

@@ -75,8 +75,10 @@ class DeviceMemory {
     std::unordered_map<std::uint64_t, Import> imports;  ///< by allocation
   };
   Status startFor(CUcontext context, CUdevice device);
-  Status gpuOf(CUdeviceptr address, Gpu** out);
-  Status describe(CUdeviceptr address, std::uint64_t bytes, Gpu& gpu,
+  Status gpuOf(CUdevice device, Gpu** out);
+  struct Place;
+  static bool placeOf(const Driver* driver, CUdeviceptr address, Place* out);
+  Status describe(const Place& first, CUdeviceptr address, std::uint64_t bytes, Gpu& gpu,
                   std::vector<Registration::Run>* out);
   Status import(Gpu& gpu, CUdeviceptr address, bool handle, Registration::Run* run);
   void release(Gpu& gpu, const std::vector<Registration::Run>& runs);
@@ -89,7 +91,10 @@ class DeviceMemory {
   std::atomic<bool> claimed_{false};
 
   std::atomic<std::uint64_t> sends_{0}, receives_{0}, sentBytes_{0}, receivedBytes_{0};
-  std::uint64_t registrations_ = 0, slowestNs_ = 0, largestBytes_ = 0, largestNs_ = 0;
+  void countRegistration(std::uint64_t bytes, std::uint64_t tookNs);
+  static constexpr std::size_t kTimes = 64;
+  std::uint64_t registrations_ = 0, slowestNs_ = 0, largestBytes_ = 0, largestCount_ = 0;
+  std::array<std::uint64_t, kTimes> largestNs_{};  ///< of the last ones of that size
   std::uint64_t reported_ = 0;
 };
 

@@ -46,6 +46,23 @@ install_packages() {
   } </dev/null >&2 || die "apt-get could not install: $*"
 }
 
+# What the RDMA lab needs (docs/rdma-lab.md). Where it cannot be had, its tests are skipped.
+prepare_rdma_lab() {
+  local missing=() program
+  for program in qemu-system-x86_64:qemu-system-x86 ibv_devinfo:ibverbs-utils ib_write_bw:perftest \
+    rdma:iproute2; do
+    command -v "${program%%:*}" >/dev/null || missing+=("${program#*:}")
+  done
+  # The rxe driver of libibverbs, which no program's package depends on.
+  [ -e /etc/libibverbs.d/rxe.driver ] || missing+=(ibverbs-providers)
+  # python3-minimal lacks these.
+  python3 -c 'import json, lzma, tarfile' 2>/dev/null || missing+=(python3)
+  if [ "${#missing[@]}" != 0 ] && [ "$(uname -m)" = x86_64 ] && [ "$(id -u)" = 0 ]; then
+    (install_packages "${missing[@]}") || true
+  fi
+  "$HOCCL_ROOT/test/rdma-lab/guest" --prepare >&2 || say "the tests in soft-RoCE guests will be skipped"
+}
+
 # Packages and headers: everything before cmake.
 set_up() {
   local missing

@@ -305,9 +305,10 @@ TEST(HostileAhead, AMessageThatIsThereAlready) {
       std::unique_ptr<BundleSetup> setup;
       REQUIRE(connectBundle(to.address, to.nonce, to.address, makeHello(), {}, &setup).ok());
       Swallow data;
-      const std::unique_ptr<Bundle> bundle = finishSetup(*setup, data);
       const std::vector<std::byte> payload(kRoom, std::byte{0x11});
       std::atomic<std::uint64_t> moved{0};
+      // Last: its threads send from there.
+      const std::unique_ptr<Bundle> bundle = finishSetup(*setup, data);
       AheadBody body;
       body.index = 1;
       body.total = kRoom;

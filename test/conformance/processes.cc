@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 
 namespace conformance {
 namespace {
@@ -193,6 +194,10 @@ double now() {
 }
 
 std::size_t threadCount() { return entriesOf("/proc/self/task"); }
+std::size_t threadsWithoutPlugin() {
+  std::thread([] {}).join();
+  return threadCount();
+}
 std::size_t descriptorCount() { return entriesOf("/proc/self/fd"); }
 
 }  // namespace conformance

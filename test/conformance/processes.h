@@ -71,6 +71,8 @@ Outcome runProgram(const std::vector<std::string>& command,
 [[nodiscard]] double now();
 /// Threads and descriptors of this process.
 [[nodiscard]] std::size_t threadCount();
+/// Before the plugin has started any. A sanitizer starts one of its own with the first.
+[[nodiscard]] std::size_t threadsWithoutPlugin();
 [[nodiscard]] std::size_t descriptorCount();
 
 }  // namespace conformance

@@ -195,12 +195,14 @@ def registered(rank):
     nccl = _nccl()
     give = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     take = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
-    handles = []
-    for buffer in (give, take):
+
+    def register(buffer):
         handle = ctypes.c_void_p()
         result = nccl.ncclCommRegister(comm, buffer.data_ptr(), buffer.numel(), ctypes.byref(handle))
         rank.check(result == 0, f"ncclCommRegister gave {result}")
-        handles.append(handle)
+        return handle
+
+    handles = [register(buffer) for buffer in (give, take)]
     fill(give, rank.rank)
     launches = 0
     for size in (64 * KIB + 1, MIB + 3, 64 * MIB, GIB):
@@ -240,6 +242,19 @@ def registered(rank):
         expected = 2 * torch.arange(count, dtype=torch.int32, device="cuda") + 7
         rank.check(torch.equal(sums, expected), f"all-reduce of {size} bytes: not the sum")
         del expected
+    # Further allocations, whose registration is timed: NCCL gives a buffer to the plugin at its use.
+    further = [torch.empty(2 * GIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    for buffer in further:
+        handles.append(register(buffer))
+        fill(buffer[:MIB], rank.rank)
+        ops = [
+            dist.P2POp(dist.isend, buffer[:MIB], rank.peer),
+            dist.P2POp(dist.irecv, take[:MIB], rank.peer),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        wrong = first_wrong(take[:MIB], rank.peer)
+        rank.check(wrong < 0, f"send/recv from further memory: byte {wrong} is wrong")
     torch.cuda.synchronize()
     rank.barrier()
     for handle in handles:

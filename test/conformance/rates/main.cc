@@ -1,5 +1,5 @@
-// Rates of a net plugin, driven as NCCL's proxies drive it: one thread a side, messages of one size,
-// as many under way as NCCL has steps. `conformance_rates [version]`.
+// Rates of a net plugin, driven as NCCL's proxies drive it: one thread a side, messages of one
+// size, as many under way as NCCL has steps. `conformance_rates [version]`.
 
 #include <sched.h>
 
@@ -9,6 +9,7 @@
 #include <deque>
 #include <vector>
 
+#include "test/conformance/rates/nccl_sockets.h"
 #include "test/conformance/session.h"
 
 namespace conformance {
@@ -16,12 +17,18 @@ namespace {
 
 constexpr int kSteps = 8;  // NCCL_STEPS
 constexpr int kRounds = 5;
+constexpr std::size_t kPings = 20'000;
 
 struct Pattern {
   std::size_t bytes;
   std::size_t messages;  ///< of a round
   int underWay;
 };
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
 
 /// Seconds of a round, in which the other side does the same with `start` of its own.
 template <typename Start>
@@ -65,8 +72,7 @@ double oneWay(const Side& side, Session& session, void* comm, const Pattern& pat
       return request;
     }));
   }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
+  return median(seconds);
 }
 
 double pingPong(const Side& side, Session& session, void* out, void* in, std::size_t count) {
@@ -82,23 +88,37 @@ double pingPong(const Side& side, Session& session, void* out, void* in, std::si
   return (now() - begin) / static_cast<double>(count) / 2;
 }
 
+/// The plugin's and that of sockets used as NCCL uses its own, by turns.
+void latency(const Side& side, Session& session, void* out, void* in) {
+  std::vector<double> plugin, sockets;
+  for (int i = 0; i < kRounds; ++i) {
+    (void)pingPong(side, session, out, in, 1000);
+    plugin.push_back(pingPong(side, session, out, in, kPings));
+    (void)ncclSocketsPingPong(side, sizeof(std::uint64_t), 1000);
+    sockets.push_back(ncclSocketsPingPong(side, sizeof(std::uint64_t), kPings));
+  }
+  if (side.rank() != 0) return;
+  const double ours = median(plugin), nccls = median(sockets);
+  std::printf("latency 8: plugin %.2f us, as NCCL's sockets %.2f us, ratio %.3f\n", ours * 1e6,
+              nccls * 1e6, ours / nccls);
+}
+
 void measure(const Side& side, int version) {
   Session session(version);
   void* out = nullptr;
   void* in = nullptr;
   for (int from : {0, 1}) (side.rank() == from ? out : in) = session.connectPair(side, from);
   void* const comm = side.rank() == 0 ? out : in;
-  (void)pingPong(side, session, out, in, 1000);
-  const double eightBytes = pingPong(side, session, out, in, 20'000);
-  if (side.rank() == 0) std::printf("latency 8 %.2f us\n", eightBytes * 1e6);
-  for (const std::size_t bytes : {8ul, 8ul << 10, 64ul << 10, 128ul << 10, 512ul << 10, 4ul << 20}) {
+  latency(side, session, out, in);
+  for (const std::size_t bytes :
+       {8ul, 8ul << 10, 64ul << 10, 128ul << 10, 512ul << 10, 4ul << 20}) {
     const std::size_t most = (512ul << 20) / bytes;
     const Pattern pattern{bytes, std::min<std::size_t>(most, 20'000), kSteps};
     const double seconds = oneWay(side, session, comm, pattern);
     const auto messages = static_cast<double>(pattern.messages);
     if (side.rank() == 1) {
-      std::printf("messages %zu x %d: %.2f us, %.3f GB/s\n", bytes, kSteps, seconds / messages * 1e6,
-                  static_cast<double>(bytes) * messages / seconds / 1e9);
+      std::printf("messages %zu x %d: %.2f us, %.3f GB/s\n", bytes, kSteps,
+                  seconds / messages * 1e6, static_cast<double>(bytes) * messages / seconds / 1e9);
     }
   }
   side.meet();

@@ -310,20 +310,24 @@ void many(const Rank& rank) {
 /// some of its own between.
 void threads(const Rank& rank) {
   constexpr int kThreads = 4, kRounds = 20;
+  // Parts of neighbouring segments: no byte is shared, every segment is.
+  constexpr std::size_t kBytes = kSegment - 64;
   std::vector<ncclComm_t> comms;
   for (int t = 0; t < kThreads; ++t) comms.push_back(rank.communicator("t" + std::to_string(t)));
   Range shared(kThreads + 1), own(2);
   shared.mapAll();
+  // Freed behind all threads: a free waits for every stream, also those of threads that need the
+  // peer, which may be in a free itself.
+  std::vector<std::unique_ptr<Image>> images;
+  for (int t = 0; t < kThreads; ++t) images.push_back(std::make_unique<Image>(kBytes));
   std::vector<std::thread> running;
   for (int t = 0; t < kThreads; ++t) {
     running.emplace_back([&, t] {
       useDevice();
       CUstream stream = newStream();
       const auto index = static_cast<std::size_t>(t);
-      // Parts of neighbouring segments: no byte is shared, every segment is.
       const CUdeviceptr part = shared.at(index) + kSegment / 2;
-      constexpr std::size_t kBytes = kSegment - 64;
-      Image image(kBytes);
+      const Image& image = *images[index];
       std::vector<unsigned char> wanted(kBytes);
       for (int n = 0; n < kRounds; ++n) {
         if (t == 0) own.mapAll();
@@ -351,6 +355,7 @@ void threads(const Rank& rank) {
     });
   }
   for (std::thread& each : running) each.join();
+  images.clear();
   rank.barrier("over");
   say("freedWhileMapped", std::to_string(counters().freedWhileMapped));
   sayStats();
