@@ -50,6 +50,7 @@ TEST_F(VerbsFailoverTest, AFailingQueuePairIsTakenOutAndComesBack) {
       TearDown();
       addNics(1);
       join();
+      ASSERT_TRUE(idleUntil([&] { return a_->pathsUp() == 4 && b_->pathsUp() == 4; }));
       disturbOnce(*fabric_.hosts[0][0], what, nth);
       std::size_t fewest = 8;
       run(60, 300, [&] { fewest = std::min(fewest, a_->pathsUp()); });
@@ -197,6 +198,7 @@ TEST_F(VerbsFailoverTest, AnyFailuresInAnyOrder) {
 TEST_F(VerbsFailoverTest, ASleepingMoverHearsOfAFailureAndANudge) {
   addNics(1);
   join();
+  ASSERT_TRUE(idleUntil([&] { return a_->pathsUp() == 4 && b_->pathsUp() == 4; }));
   EXPECT_TRUE(idleUntil([&] { return !a_->busy() && !b_->busy(); }));
   // b looks only when its descriptor says so, or while it is busy.
   const auto sleeper = [&] {
