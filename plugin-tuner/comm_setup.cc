@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <string_view>
 
 #include "common/base/host_identity.h"
@@ -354,6 +355,7 @@ void CommSetup::onWhere() {
 }
 
 void CommSetup::onMovers() {
+  std::set<std::string> used;
   const auto& payloads = agreement_->verdict().payloads;
   for (std::size_t i = 0; i < payloads.size(); ++i) {
     MoverPlace place;
@@ -366,7 +368,12 @@ void CommSetup::onMovers() {
     if (transports_[i].empty()) continue;  // this rank itself
     MoverPlace own;
     (void)unpack(payloads[static_cast<std::size_t>(comm_->rank)], &own);
-    setText(peers_[i].address, addressBetween(own, place, transports_[i]));
+    const std::string address = addressBetween(own, place, transports_[i]);
+    setText(peers_[i].address, address);
+    used.insert(address.substr(0, address.find(':')));
+  }
+  for (const std::string& each : used) {
+    comm_->transport += (comm_->transport.empty() ? "" : "+") + each;
   }
   std::string veto;
   if (mover_) {

@@ -24,84 +24,105 @@
 
 namespace hoccl::test {
 
-/// One direction between two connections: slots filled with a pattern of their own, and numbered
-/// messages between them.
-class Traffic {
- public:
-  Traffic(Connection& from, Connection& to, std::uint64_t key)
-      : from_(from),
-        to_(to),
-        key_(key),
-        sent_(from.staging().out.size()),
-        taken_(from.staging().out.size()) {}
+/// What one direction carries: slots filled with a pattern of their own, and numbered messages
+/// between them.
+struct TrafficPlan {
+  std::uint64_t key = 0, slotBytes = 0;
+  [[nodiscard]] std::uint64_t keyOf(std::uint32_t slot, std::uint64_t turn) const {
+    return key * 1'000'000 + turn * 64 + slot;
+  }
+  /// Odd sizes from a byte to the whole slot.
+  [[nodiscard]] std::uint64_t bytesOf(std::uint32_t slot, std::uint64_t turn) const {
+    return turn % 3 == 0 ? slotBytes : 1 + patternWord(slot, turn * 8) % slotBytes;
+  }
+};
 
-  /// Starts what can start; takes and checks what is there. True if anything moved.
+/// One end's sending. `turns`: as an earlier traffic left the slots.
+class Sending {
+ public:
+  Sending(Connection& over, std::uint64_t key, const std::vector<std::uint64_t>& turns = {})
+      : over_(over), plan_{key, over.staging().slotBytes}, turns_(turns) {
+    turns_.resize(over.staging().out.size());
+  }
+  /// Starts what can start; true if anything did.
   bool step(std::uint64_t slotsToSend, std::uint64_t messagesToSend) {
     bool moved = false;
-    for (std::uint32_t i = 0; i < sent_.size(); ++i) {
-      const Slot& out = from_.staging().out[i];
-      if (slotsSent_ < slotsToSend && out.credit->reached(sent_[i])) {
-        writePattern(out.data, keyOf(i, sent_[i] + 1), 0, bytesOf(i, sent_[i] + 1));
-        if (from_.tryWrite(i, bytesOf(i, sent_[i] + 1), sent_[i] + 1)) {
-          ++sent_[i];
-          ++slotsSent_;
-          moved = true;
-        }
-      }
+    for (std::uint32_t i = 0; i < turns_.size(); ++i) {
+      const Slot& out = over_.staging().out[i];
+      if (slots_ >= slotsToSend || !out.credit->reached(turns_[i])) continue;
+      const std::uint64_t turn = turns_[i] + 1, bytes = plan_.bytesOf(i, turn);
+      writePattern(out.data, plan_.keyOf(i, turn), 0, bytes);
+      if (!over_.tryWrite(i, bytes, turn)) continue;
+      turns_[i] = turn;
+      ++slots_;
+      moved = true;
     }
-    if (messagesSent_ < messagesToSend) {
+    if (messages_ < messagesToSend) {
       Message message{};
       message.type = MessageType::Chunk;
-      message.pairSequence = messagesSent_;
-      message.bytes = ~messagesSent_;
-      if (from_.trySend(message)) {
-        ++messagesSent_;
+      message.pairSequence = messages_;
+      message.bytes = ~messages_;
+      if (over_.trySend(message)) {
+        ++messages_;
         moved = true;
       }
     }
-    for (Message message; to_.tryReceive(&message); moved = true) {
-      EXPECT_EQ(message.pairSequence, messagesTaken_);
-      EXPECT_EQ(message.bytes, ~messagesTaken_);
-      ++messagesTaken_;
+    return moved;
+  }
+  [[nodiscard]] std::uint64_t slots() const { return slots_; }
+  [[nodiscard]] const std::vector<std::uint64_t>& turns() const { return turns_; }
+
+ private:
+  Connection& over_;
+  TrafficPlan plan_;
+  std::vector<std::uint64_t> turns_;
+  std::uint64_t slots_ = 0, messages_ = 0;
+};
+
+/// One end's receiving, which checks every byte.
+class Receiving {
+ public:
+  Receiving(Connection& over, std::uint64_t key, const std::vector<std::uint64_t>& turns = {})
+      : over_(over), plan_{key, over.staging().slotBytes}, turns_(turns) {
+    turns_.resize(over.staging().in.size());
+  }
+  bool step() {
+    bool moved = false;
+    for (Message message; over_.tryReceive(&message); moved = true) {
+      EXPECT_EQ(message.pairSequence, messages_);
+      EXPECT_EQ(message.bytes, ~messages_);
+      ++messages_;
     }
-    for (std::uint32_t i = 0; i < taken_.size(); ++i) {
-      const Slot& in = to_.staging().in[i];
-      if (!in.ready->reached(taken_[i] + 1)) continue;
-      ++taken_[i];
-      EXPECT_EQ(in.ready->value.load(), taken_[i]);
-      const std::uint64_t bytes = bytesOf(i, taken_[i]);
-      std::vector<std::byte> expected(bytes);
-      writePattern(expected.data(), keyOf(i, taken_[i]), 0, bytes);
-      EXPECT_EQ(std::memcmp(expected.data(), in.data, bytes), 0) << "slot " << i;
-      // Nothing may write to it any more before it is given back; then anything may.
-      std::memset(in.data, 0xee, bytes);
-      in.credit->set(taken_[i]);
-      ++slotsTaken_;
+    for (std::uint32_t i = 0; i < turns_.size(); ++i) {
+      const Slot& in = over_.staging().in[i];
+      if (!in.ready->reached(turns_[i] + 1)) continue;
+      ++turns_[i];
+      EXPECT_EQ(in.ready->value.load(), turns_[i]);
+      const std::uint64_t bytes = plan_.bytesOf(i, turns_[i]);
+      expected_.resize(bytes);
+      writePattern(expected_.data(), plan_.keyOf(i, turns_[i]), 0, bytes);
+      EXPECT_EQ(std::memcmp(expected_.data(), in.data, bytes), 0) << "slot " << i;
+      std::memset(in.data, 0xee, bytes);  // the next turn's has to come anew
+      in.credit->set(turns_[i]);
+      ++slots_;
       moved = true;
     }
     return moved;
   }
-  /// Goes on with the slots as an earlier traffic left them.
-  void resume(const std::vector<std::uint64_t>& turns) {
-    if (!turns.empty()) sent_ = taken_ = turns;
+  [[nodiscard]] bool got(std::uint64_t slots, std::uint64_t messages) const {
+    return slots_ == slots && messages_ == messages;
   }
-  [[nodiscard]] const std::vector<std::uint64_t>& turns() const { return taken_; }
-  [[nodiscard]] std::uint64_t slotsTaken() const { return slotsTaken_; }
-  [[nodiscard]] std::uint64_t messagesTaken() const { return messagesTaken_; }
+  [[nodiscard]] const std::vector<std::uint64_t>& turns() const { return turns_; }
+  [[nodiscard]] std::string text() const {
+    return fmt::format("{} slots, {} messages", slots_, messages_);
+  }
 
  private:
-  [[nodiscard]] std::uint64_t keyOf(std::uint32_t slot, std::uint64_t turn) const {
-    return key_ * 1'000'000 + turn * 64 + slot;
-  }
-  /// Odd sizes from a byte to the whole slot.
-  [[nodiscard]] std::uint64_t bytesOf(std::uint32_t slot, std::uint64_t turn) const {
-    const std::uint64_t most = from_.staging().slotBytes;
-    return turn % 3 == 0 ? most : 1 + patternWord(slot, turn * 8) % most;
-  }
-  Connection &from_, &to_;
-  std::uint64_t key_;
-  std::vector<std::uint64_t> sent_, taken_;
-  std::uint64_t slotsSent_ = 0, slotsTaken_ = 0, messagesSent_ = 0, messagesTaken_ = 0;
+  Connection& over_;
+  TrafficPlan plan_;
+  std::vector<std::uint64_t> turns_;
+  std::vector<std::byte> expected_;
+  std::uint64_t slots_ = 0, messages_ = 0;
 };
 
 class VerbsPairTest : public ::testing::Test {
@@ -166,28 +187,27 @@ class VerbsPairTest : public ::testing::Test {
   }
   /// Moves everything both ways; `disturb` is called between two steps.
   void run(std::uint64_t slots, std::uint64_t messages, const std::function<void()>& disturb = {}) {
-    Traffic right(*a_, *b_, ++runs_ * 2), left(*b_, *a_, runs_ * 2 + 1);
-    right.resume(rightTurns_), left.resume(leftTurns_);
+    const std::uint64_t key = 2 * ++runs_;
+    Sending right(*a_, key, rightTurns_), left(*b_, key + 1, leftTurns_);
+    Receiving atRight(*b_, key, rightTurns_), atLeft(*a_, key + 1, leftTurns_);
     const Deadline deadline = Deadline::afterMs(kPatienceMs);
     bool over = false;
-    while (!over && !deadline.passed() && !HasFailure()) {
+    while (!over && !deadline.passed() && !HasFailure() && !a_->peerGone() && !b_->peerGone()) {
       if (disturb) disturb();
       tend(*a_);
       tend(*b_);
       bool moved = right.step(slots, messages);
       moved |= left.step(slots, messages);
-      over = right.slotsTaken() == slots && left.slotsTaken() == slots &&
-             right.messagesTaken() == messages && left.messagesTaken() == messages;
+      moved |= atRight.step();
+      moved |= atLeft.step();
+      over = atRight.got(slots, messages) && atLeft.got(slots, messages);
       if (!moved) std::this_thread::yield();
-      if (a_->peerGone() || b_->peerGone()) break;
     }
-    EXPECT_TRUE(over) << right.slotsTaken() << " and " << left.slotsTaken() << " of " << slots
-                      << " slots, " << right.messagesTaken() << " and " << left.messagesTaken()
-                      << " of " << messages << " messages; "
-                      << (a_->peerGone() ? a_->goneReason() : "") << "; "
+    EXPECT_TRUE(over) << atRight.text() << " and " << atLeft.text() << " of " << slots << " and "
+                      << messages << "; " << (a_->peerGone() ? a_->goneReason() : "") << "; "
                       << (b_->peerGone() ? b_->goneReason() : "");
-    rightTurns_ = right.turns();
-    leftTurns_ = left.turns();
+    rightTurns_ = atRight.turns();
+    leftTurns_ = atLeft.turns();
   }
   /// Without traffic, until something holds.
   bool idleUntil(const std::function<bool()>& condition) {
