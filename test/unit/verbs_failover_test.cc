@@ -133,6 +133,14 @@ TEST_F(VerbsFailoverTest, TheSmallerNumbersOfNicsAndQueuePairsAreUsed) {
   run(50, 500);
 }
 
+TEST_F(VerbsFailoverTest, NoMoreThan64Paths) {
+  addNics(8);
+  settingsA_.qpsPerPeer = settingsB_.qpsPerPeer = 16;
+  join();
+  EXPECT_EQ(a_->paths().size(), 64u);
+  run(40, 100);
+}
+
 TEST_F(VerbsFailoverTest, SmallQueuesAndNoInlineOnlyTakeLonger) {
   addNics(1);
   for (int host : {0, 1}) {

@@ -32,7 +32,7 @@ constexpr unsigned kLastWordsNapUs = 50;
 VerbsConnection::~VerbsConnection() {
   // The NIC has to have sent what the peer is still to get: with the queue pair it forgets it.
   const std::uint64_t untilNs = monotonicNs() + kLastWordsNs;
-  while (bundle_ && !peerGone() && bundle_->endingSinceNs() == 0 && !drained() &&
+  while (bundle_ && pathsUp() > 0 && !peerGone() && bundle_->endingSinceNs() == 0 && !drained() &&
          monotonicNs() < untilNs) {
     progress();
     ::usleep(kLastWordsNapUs);

@@ -112,8 +112,11 @@ Status VerbsConnection::makeRails(const Nics& all, const Extent& extent) {
   }
   const unsigned pairs = settings_.qpsPerPeer;
   const auto slots = static_cast<std::uint32_t>(staging_.out.size());
-  const auto most = static_cast<std::uint32_t>(
-      std::min<std::size_t>(nics.size() * pairs, Immediate::kMostPieces));
+  // Numbers of paths, and of pieces, have to fit into what names them.
+  if (nics.size() * pairs > Immediate::kMostPieces) {
+    return Status::error(Code::Internal, "more queue pairs than a connection can have");
+  }
+  const auto most = static_cast<std::uint32_t>(nics.size() * pairs);
   // Receives for all that the peer can send before this side gives anything back: even a mover that
   // sleeps, or is stopped, then turns nothing away.
   shape_ = {.sendDepth = kSendDepth,

@@ -173,6 +173,9 @@ class VerbsAccepting final : public VerbsHandshake {
     extent_ = {
         static_cast<std::uint32_t>(std::min<std::size_t>(ground_->nics.size(), greeting.rails)),
         std::min<std::uint32_t>(ground_->settings.qpsPerPeer, greeting.pairs)};
+    if (extent_.rails > 0) {
+      extent_.pairs = std::min(extent_.pairs, Immediate::kMostPieces / extent_.rails);
+    }
     if (greeting.to != ground_->self) {
       refuse("greeting meant for another mover");
     } else if (greeting.slots != geometry.slots || greeting.slotBytes != geometry.slotBytes) {
