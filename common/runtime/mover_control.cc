@@ -214,6 +214,12 @@ void MoverControl::connect(const ControlRequest& request) {
     established(std::move(loopback));
     return;
   }
+  // One from there that has been accepted is nearly there: a second one would break it off.
+  for (const Attempt& each : accepting_) {
+    if (!each.decided || !each.handshake->peer() || *each.handshake->peer() != peer) continue;
+    awaited_[peer] = request.address;
+    return;
+  }
   Attempt attempt{nullptr, Deadline::afterMs(timeoutMs_)};
   if (Status status = transport_->connect(peer, request.address, &attempt.handshake); !status) {
     linkFailed(peer, status.inContext("its mover cannot be reached"));
@@ -253,7 +259,8 @@ void MoverControl::advanceAttempts() {
   for (auto position = accepting_.begin(); position != accepting_.end();) {
     Handshake& handshake = *position->handshake;
     Handshake::State state = handshake.advance();
-    if (state == Handshake::State::Pending && handshake.peer()) {
+    if (state == Handshake::State::Pending && handshake.peer() && !position->decided) {
+      position->decided = true;
       greet(*position);
       state = handshake.advance();
     }
@@ -268,6 +275,18 @@ void MoverControl::advanceAttempts() {
       const Status why = handshake.status();
       logf(why.code() == Code::Remote ? LogLevel::Debug : LogLevel::Warn,
            "a connection to this mover was not made: {}", why.message());
+    }
+    const PeerId* peer = handshake.peer();
+    const auto awaited = peer ? awaited_.find(*peer) : awaited_.end();
+    if (awaited != awaited_.end()) {
+      ControlRequest again;
+      again.kind = ControlRequest::Kind::Connect;
+      again.peer = awaited->first;
+      again.address = awaited->second;
+      awaited_.erase(awaited);
+      position = accepting_.erase(position);
+      connect(again);  // unless it stands now
+      continue;
     }
     position = accepting_.erase(position);
   }

@@ -39,6 +39,7 @@ class MoverControl {
   struct Attempt {
     std::unique_ptr<Handshake> handshake;
     Deadline deadline;
+    bool decided = false;  ///< accepting: what to do about it has been said, once
   };
 
   void takeRequests();
@@ -78,6 +79,8 @@ class MoverControl {
   /// Peers that connected at the same time and keep theirs: until when theirs has to have come.
   std::map<PeerId, Deadline> crossed_;
   std::vector<Attempt> accepting_;
+  /// Peers this side would have connected to, had it not accepted theirs: where they listen.
+  std::map<PeerId, std::string> awaited_;
   /// What the application copies to and from by itself, by the number it gave it. Stays for good.
   struct StagingMemory {
     SharedMemory memory;

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 
@@ -29,6 +30,9 @@ class Verbs : public ::testing::Test {
 struct VerbsJob : Job {
   VerbsJob(const std::string& scenario, int ranks) : Job(scenario, ranks) {
     env("HOCCL_TRANSPORT", "verbs").env("HOCCL_SOCKET_IFNAME", "=lo");
+    // In a guest memory is little, and its registration takes time.
+    env("HOCCL_SLOT_BYTES", "512KiB").env("HOCCL_TIMEOUT_MS", "30000");
+    if (const char* level = std::getenv("E2E_LOG")) env("HOCCL_LOG", level);
   }
 };
 

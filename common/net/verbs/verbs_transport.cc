@@ -190,7 +190,7 @@ class VerbsAccepting final : public VerbsHandshake {
     }
   }
   void decide(Decision decision, const std::string& reason) override {
-    if (state_ != State::Pending || !peerKnown_) return;
+    if (state_ != State::Pending || !peerKnown_ || std::exchange(decided_, true)) return;
     if (decision == Decision::Crossed) {
       setup_->refuse(kCrossed, reason);
       state_ = State::Crossed;
@@ -213,6 +213,7 @@ class VerbsAccepting final : public VerbsHandshake {
     fail(Status::error(Code::Remote, fmt::format("{}: {}", setup_->peerText(), reason)));
   }
   Extent extent_;
+  bool decided_ = false;
 };
 
 class VerbsTransport final : public Transport {
