@@ -15,7 +15,8 @@ GIB = 1 << 30
 REPORT = re.compile(
     r"staging: (\d+) sends \((\d+) bytes\) and (\d+) receives \((\d+) bytes\) of device memory, by "
     r"(\d+) copies out and (\d+) in \((\d+) under 32 KiB\); (\d+) registrations, the slowest "
-    r"([\d.]+) us, the largest \((\d+) bytes, (\d+) times\) ([\d.]+) us in the median"
+    r"([\d.]+) us, the largest of new memory \((\d+) bytes, (\d+) times\) ([\d.]+) us in the "
+    r"median"
 )
 REPORT_LIMIT_S = 20
 INTERFACE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
