@@ -7,13 +7,17 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <nlohmann/json.hpp>
 #include <vector>
 
 #include "common/base/config.h"
+#include "common/base/host_identity.h"
 #include "common/base/log.h"
 #include "common/base/time.h"
+#include "common/base/version.h"
 #include "common/gpu/driver.h"
 #include "plugin-net/nccl_net_abi.h"
 #include "tools/bench/host_facts.h"
