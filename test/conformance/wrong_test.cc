@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <functional>
+#include <ostream>
 
 #include "test/conformance/hostile_peer.h"
 #include "test/conformance/session.h"
@@ -182,6 +183,8 @@ const WrongSender kSenders[] = {
      [](HostilePeer& peer) { peer.say(Kind::Credit, {}); }},
 };
 
+std::ostream& operator<<(std::ostream& out, const WrongSender& wrong) { return out << wrong.name; }
+
 class WrongSenders : public testing::TestWithParam<WrongSender> {};
 INSTANTIATE_TEST_SUITE_P(Cases, WrongSenders, testing::ValuesIn(kSenders),
                          [](const auto& info) { return info.param.name; });
@@ -279,6 +282,10 @@ const WrongReceiver kReceivers[] = {
     {"WhatASendingEndSays", "a receiving end sent a message of kind",
      [](HostilePeer& peer) { peer.say(Kind::Announce, posted(0)); }},
 };
+
+std::ostream& operator<<(std::ostream& out, const WrongReceiver& wrong) {
+  return out << wrong.name;
+}
 
 class WrongReceivers : public testing::TestWithParam<WrongReceiver> {};
 INSTANTIATE_TEST_SUITE_P(Cases, WrongReceivers, testing::ValuesIn(kReceivers),
