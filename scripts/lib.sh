@@ -18,7 +18,8 @@ missing_packages() {
     command -v "${command%%:*}" >/dev/null || echo "${command#*:}"
   done
   local packages=("spdlog/spdlog.h libspdlog-dev" "fmt/format.h libfmt-dev" "CLI/CLI.hpp libcli11-dev"
-    "nlohmann/json.hpp nlohmann-json3-dev" "gtest/gtest.h libgtest-dev")
+    "nlohmann/json.hpp nlohmann-json3-dev" "gtest/gtest.h libgtest-dev"
+    "infiniband/verbs.h libibverbs-dev")
   local package
   if command -v g++ >/dev/null; then
     # One run of the preprocessor: a line with the package's name for each header it does not find.
@@ -43,6 +44,23 @@ install_packages() {
     apt-get update -q &&
       DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@"
   } </dev/null >&2 || die "apt-get could not install: $*"
+}
+
+# What the RDMA lab needs (docs/rdma-lab.md). Where it cannot be had, its tests are skipped.
+prepare_rdma_lab() {
+  local missing=() program
+  for program in qemu-system-x86_64:qemu-system-x86 ibv_devinfo:ibverbs-utils ib_write_bw:perftest \
+    rdma:iproute2; do
+    command -v "${program%%:*}" >/dev/null || missing+=("${program#*:}")
+  done
+  # The rxe driver of libibverbs, which no program's package depends on.
+  [ -e /etc/libibverbs.d/rxe.driver ] || missing+=(ibverbs-providers)
+  # python3-minimal lacks these.
+  python3 -c 'import json, lzma, tarfile' 2>/dev/null || missing+=(python3)
+  if [ "${#missing[@]}" != 0 ] && [ "$(uname -m)" = x86_64 ] && [ "$(id -u)" = 0 ]; then
+    (install_packages "${missing[@]}") || true
+  fi
+  "$HOCCL_ROOT/test/rdma-lab/guest" --prepare >&2 || say "the tests in soft-RoCE guests will be skipped"
 }
 
 # Packages and headers: everything before cmake.

@@ -1,0 +1,1 @@
+"""Soft-RoCE guests for tests: see docs/rdma-lab.md."""
