@@ -85,6 +85,8 @@ class Machine:
             "-device", "virtio-9p-pci,fsdev=root,mount_tag=root",
             "-fsdev", f"local,id=shared,path={self.shared},security_model=none",
             "-device", "virtio-9p-pci,fsdev=shared,mount_tag=shared",
+            "-fsdev", f"local,id=common,path={self._work}/common,security_model=none",
+            "-device", "virtio-9p-pci,fsdev=common,mount_tag=common",
         ]
         if options.nodes == 2:
             for rail in range(options.rails):

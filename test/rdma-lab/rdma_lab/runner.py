@@ -25,6 +25,7 @@ def run(options: Options, image: Image, lab_folder: pathlib.Path) -> int:
     with contextlib.ExitStack() as stack:
         # Short: paths of sockets have at most 107 characters.
         work = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hoccl-lab.")))
+        (work / "common").mkdir()
         if options.keep is not None:
             stack.callback(_keep, work, options)
         machines: list[Machine] = []
@@ -114,10 +115,15 @@ class Output:
 
 
 def _keep(work: pathlib.Path, options: Options) -> None:
-    for node in range(options.nodes):
-        source = work / f"node{node}"
-        if source.exists():
-            shutil.copytree(source, options.keep / source.name, dirs_exist_ok=True)
+    for name in ["common"] + [f"node{node}" for node in range(options.nodes)]:
+        if (work / name).exists():
+            # A guest may have left sockets there.
+            shutil.copytree(work / name, options.keep / name, dirs_exist_ok=True, ignore=_not_plain)
+
+
+def _not_plain(folder: str, names: list[str]) -> list[str]:
+    paths = [pathlib.Path(folder, name) for name in names]
+    return [path.name for path in paths if path.is_symlink() or not (path.is_file() or path.is_dir())]
 
 
 def _gone(machine: Machine, what: str) -> int:
