@@ -23,8 +23,8 @@ endfunction()
 
 # hoccl_lab_properties(test seconds): what all tests with guests have in common.
 function(hoccl_lab_properties test seconds)
-  # Guests have 90 s to become ready.
-  math(EXPR limit "${seconds} + 100")
+  # Guests have 150 s to become ready.
+  math(EXPR limit "${seconds} + 170")
   set_tests_properties(${test} PROPERTIES LABELS rdma SKIP_RETURN_CODE 77 RUN_SERIAL ON
                        TIMEOUT ${limit} FIXTURES_REQUIRED rdma_lab_image)
 endfunction()
