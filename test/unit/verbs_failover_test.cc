@@ -76,6 +76,22 @@ TEST_F(VerbsFailoverTest, ACutRailLeavesTheOther) {
   run(50, 500);
 }
 
+TEST_F(VerbsFailoverTest, IdlePathsOfACutRailAreFoundByTheFirstFailure) {
+  addNics(2);
+  join();
+  ASSERT_TRUE(idleUntil([&] { return a_->pathsUp() == 8 && b_->pathsUp() == 8; }));
+  fabric_.atomically([&] { fabric_.hosts[0][0]->cut = true; });
+  Message message{};
+  ASSERT_TRUE(a_->trySend(message));  // over the first path
+  EXPECT_TRUE(test::waitUntil([&] {
+    tend(*a_);
+    tend(*b_);
+    (void)a_->tryReceive(&message);
+    (void)b_->tryReceive(&message);
+    return a_->pathsUp() == 4 && b_->pathsUp() == 4;
+  }));
+}
+
 TEST_F(VerbsFailoverTest, WithNothingLeftTheReasonNamesDevicesAddressesQueuePairAndStatus) {
   addNics(2);
   join();
