@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Waits for what another process of the guest does, 20 s at most; to be sourced. Status 1 when it is too late.
+# To be sourced by checks. Waits for what another process of the guest does: 20 s, then status 1.
 
 # wait_until COMMAND…: until it succeeds. Not often: every program's start is slow in a guest.
 wait_until() {
@@ -24,4 +24,9 @@ cm_listens() {
 # packets_beyond DEVICE COUNT: it has received more than COUNT since it was made.
 packets_beyond() {
   [ "$(<"/sys/class/infiniband/$1/ports/1/hw_counters/rcvd_pkts")" -gt "$2" ]
+}
+
+# meet NAME: until the other node is there, too. Needs the script's `fail`.
+meet() {
+  lab meet "$1" || fail "the other node ended before '$1'"
 }
