@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <string_view>
 
 #include "common/base/host_identity.h"
@@ -32,6 +33,7 @@ struct MoverPlace {
   PeerId mover;
   char shmAddress[kAddressBytes] = {};
   char tcpAddress[kAddressBytes] = {};
+  char verbsAddress[kAddressBytes] = {};
 };
 
 template <typename T>
@@ -66,7 +68,7 @@ Agreement::Options agreementOptions() {
   return options;
 }
 
-/// Peers on other hosts come to it in vain.
+/// Peers on other hosts come to it in vain. A verbs address is one of TCP, too, for the set-up.
 bool listensOnLoopback(const std::string& tcpAddress) {
   SocketAddress address;
   BundleNonce nonce;
@@ -78,8 +80,22 @@ bool listensOnLoopback(const std::string& tcpAddress) {
 const char* transportBetween(const Where& a, const Where& b) {
   const std::string& wanted = ProcessCore::get().config().transport;
   if (wanted == "tcp") return "tcp";
+  if (wanted == "verbs") return "verbs";
   if (a.host == b.host) return "shm";
   return wanted == "shm" ? nullptr : "tcp";
+}
+
+/// Where `to` is reached. Between hosts `auto` prefers verbs where both have it; everybody knows both
+/// movers' places, and so comes to the same answer.
+std::string addressBetween(const MoverPlace& from, const MoverPlace& to,
+                           const std::string& transport) {
+  const bool both = from.verbsAddress[0] != 0 && to.verbsAddress[0] != 0;
+  const bool prefer = transport == "tcp" && ProcessCore::get().config().transport == "auto" && both;
+  if (prefer || transport == "verbs") {
+    return TransportSet::prefixed("verbs", getText(to.verbsAddress));
+  }
+  return TransportSet::prefixed(transport,
+                                getText(transport == "tcp" ? to.tcpAddress : to.shmAddress));
 }
 
 /// Two GPUs of a node, whose movers share memory. Whether they reach each other's memory, too, the
@@ -315,11 +331,16 @@ void CommSetup::onWhere() {
       place.mover = mover_->id();
       setText(place.shmAddress, mover_->shmAddress());
       setText(place.tcpAddress, mover_->tcpAddress());
-      const bool needsTcp =
-          std::find(transports_.begin(), transports_.end(), "tcp") != transports_.end();
-      if (needsTcp && mover_->tcpAddress().empty()) {
+      setText(place.verbsAddress, mover_->verbsAddress());
+      const auto needs = [this](const char* transport) {
+        return std::find(transports_.begin(), transports_.end(), transport) != transports_.end();
+      };
+      if (needs("tcp") && mover_->tcpAddress().empty()) {
         veto = fmt::format("its mover cannot be reached over tcp: {}", mover_->tcpProblem());
-      } else if (otherHosts && listensOnLoopback(mover_->tcpAddress())) {
+      } else if (needs("verbs") && mover_->verbsAddress().empty()) {
+        veto = fmt::format("its mover cannot be reached over verbs: {}", mover_->verbsProblem());
+      } else if (otherHosts && (listensOnLoopback(mover_->tcpAddress()) ||
+                                listensOnLoopback(mover_->verbsAddress()))) {
         veto =
             "its mover cannot be reached from other hosts: no interface but loopback is up, or "
             "HOCCL_SOCKET_IFNAME or NCCL_SOCKET_IFNAME allows no other";
@@ -334,6 +355,7 @@ void CommSetup::onWhere() {
 }
 
 void CommSetup::onMovers() {
+  std::set<std::string> used;
   const auto& payloads = agreement_->verdict().payloads;
   for (std::size_t i = 0; i < payloads.size(); ++i) {
     MoverPlace place;
@@ -344,10 +366,14 @@ void CommSetup::onMovers() {
     if (!reachable_[i]) continue;
     peers_[i].mover = place.mover;
     if (transports_[i].empty()) continue;  // this rank itself
-    setText(peers_[i].address,
-            TransportSet::prefixed(transports_[i], getText(transports_[i] == "tcp"
-                                                               ? place.tcpAddress
-                                                               : place.shmAddress)));
+    MoverPlace own;
+    (void)unpack(payloads[static_cast<std::size_t>(comm_->rank)], &own);
+    const std::string address = addressBetween(own, place, transports_[i]);
+    setText(peers_[i].address, address);
+    used.insert(address.substr(0, address.find(':')));
+  }
+  for (const std::string& each : used) {
+    comm_->transport += (comm_->transport.empty() ? "" : "+") + each;
   }
   std::string veto;
   if (mover_) {

@@ -54,7 +54,7 @@ std::size_t statsJson(char* out, std::size_t capacity) {
         "{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
-        comm.steering() ? "\"shm\"" : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
+        comm.steering() ? '"' + comm.transport + '"' : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
         bytes[1], ops[2], bytes[2], ops[3], bytes[3], reasons);
     firstComm = false;
   });

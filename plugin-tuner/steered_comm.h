@@ -69,6 +69,7 @@ struct SteeredComm {
   std::uint32_t moverIndex = 0;
   std::uint64_t moverGeneration = 0;  ///< of that index
   std::string reason;                 ///< why it is plain NCCL
+  std::string transport;              ///< by which its movers reach each other: "shm", "shm+verbs"
   std::atomic<bool> ended{false};     ///< aborted or revoked: the mover knows it no more
   std::vector<bool> reachable;        ///< by rank; itself where it has a mover
   /// By rank: whether all other ranks can be reached from there. The same on all ranks.

@@ -18,7 +18,8 @@ missing_packages() {
     command -v "${command%%:*}" >/dev/null || echo "${command#*:}"
   done
   local packages=("spdlog/spdlog.h libspdlog-dev" "fmt/format.h libfmt-dev" "CLI/CLI.hpp libcli11-dev"
-    "nlohmann/json.hpp nlohmann-json3-dev" "gtest/gtest.h libgtest-dev")
+    "nlohmann/json.hpp nlohmann-json3-dev" "gtest/gtest.h libgtest-dev"
+    "infiniband/verbs.h libibverbs-dev")
   local package
   if command -v g++ >/dev/null; then
     # One run of the preprocessor: a line with the package's name for each header it does not find.

@@ -68,9 +68,9 @@ namespace hoccl {
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \
     "how the application's streams wait: by memory operations, by a kernel of one warp, by memory "  \
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \
-  X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp", 1,                          \
-    "how movers reach each other: shm on one host and tcp between hosts (auto), shm alone, so that "  \
-    "nothing is steered between hosts, or tcp even on one host")                                    \
+  X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp|verbs", 1,                    \
+    "how movers reach each other: shm on one host, between hosts verbs where both have RDMA NICs, else "  \
+    "tcp (auto), shm alone, so that nothing is steered between hosts, tcp or verbs even on one host")                                    \
   X(p2p, Count, "HOCCL_P2P", "1", 0, 2, "", 1,                                                      \
     "direct copies between GPUs of a node: 1 over NVLink, 2 over PCIe as well, where nothing promises "  \
     "that a flag comes after the bytes, 0 none; other pairs go through pinned host memory")          \
@@ -81,6 +81,30 @@ namespace hoccl {
     "threads of a tcp connection to a peer; 0: NCCL_SOCKET_NTHREADS, else the default")             \
   X(socketsPerThread, Count, "HOCCL_NSOCKS_PERTHREAD", "0", 0, 16, "", 0,                           \
     "sockets of each such thread; 0: NCCL_NSOCKS_PERTHREAD, else the default")                      \
+  X(qpsPerPeer, Count, "HOCCL_QPS_PER_PEER", "0", 0, 16, "", 0,                                     \
+    "verbs: queue pairs per NIC and peer; 0: NCCL_IB_QPS_PER_CONNECTION, else 4")                    \
+  X(ibHca, Text, "HOCCL_IB_HCA", "", 0, 0, "", 0,                                                   \
+    "verbs: devices, by the rules of NCCL_IB_HCA (prefixes; = exact, ^ all but, name:port); default: "  \
+    "NCCL_IB_HCA, else all")                                                                        \
+  X(ibGidIndex, Text, "HOCCL_IB_GID_INDEX", "", 0, 0, "", 0,                                        \
+    "verbs: index of the GID to send from, or one for each device (mlx5_0:3,mlx5_1:1); default: "     \
+    "NCCL_IB_GID_INDEX, else RoCE v2 with an IPv4 address first, link-local last")                   \
+  X(ibTc, Text, "HOCCL_IB_TC", "", 0, 0, "", 0,                                                     \
+    "verbs: traffic class, 0 to 255; default: NCCL_IB_TC, else 0")                                   \
+  X(ibSl, Text, "HOCCL_IB_SL", "", 0, 0, "", 0,                                                     \
+    "verbs: service level, 0 to 15; default: NCCL_IB_SL, else 0")                                    \
+  X(ibPkey, Text, "HOCCL_IB_PKEY", "", 0, 0, "", 0,                                                 \
+    "verbs: index of the partition key; default: NCCL_IB_PKEY, else 0")                              \
+  X(ibTimeout, Text, "HOCCL_IB_TIMEOUT", "", 0, 0, "", 0,                                           \
+    "verbs: a packet goes again after 4.096 us * 2^this, 1 to 31; default: NCCL_IB_TIMEOUT, else 15")  \
+  X(ibRetryCnt, Text, "HOCCL_IB_RETRY_CNT", "", 0, 0, "", 0,                                        \
+    "verbs: how often it does before the queue pair fails, 0 to 7; default: NCCL_IB_RETRY_CNT, else 7")  \
+  X(ibAdaptiveRouting, Text, "HOCCL_IB_ADAPTIVE_ROUTING", "", 0, 0, "", 0,                          \
+    "verbs: 1 for networks with adaptive routing, 0 for others, 2: on InfiniBand; default: "          \
+    "NCCL_IB_ADAPTIVE_ROUTING, else 2")                                                              \
+  X(ibRelaxedOrdering, Text, "HOCCL_IB_PCI_RELAXED_ORDERING", "", 0, 0, "", 0,                      \
+    "verbs: PCIe relaxed ordering of what the NIC writes: 0 off, 1 on, 2 where the library knows it; "  \
+    "default: NCCL_IB_PCI_RELAXED_ORDERING, else 2")                                                 \
   X(mover, Text, "HOCCL_MOVER_PATH", "", 0, 0, "", 0,                                               \
     "the hoccl-mover executable; default: beside the library, ../bin or ../libexec")                \
   X(coreLib, Text, "HOCCL_CORE_LIB", "", 0, 0, "", 0,                                               \

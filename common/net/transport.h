@@ -104,6 +104,7 @@ class Connection {
   /// True when both sides' slots are the same memory: a filled slot has arrived, no `tryWrite`.
   [[nodiscard]] virtual bool sharedSlots() const = 0;
 
+  // What comes may show only in these calls: who waits for a flag of a slot makes one now and then.
   /// Queues a message; false while there is no room. Delivered in order, also with regard to writes.
   [[nodiscard]] virtual bool trySend(const Message& message) = 0;
   [[nodiscard]] virtual bool tryReceive(Message* message) = 0;
@@ -123,6 +124,10 @@ class Connection {
   /// out whether the peer is gone. Any one thread, not necessarily that of the other calls.
   [[nodiscard]] virtual int watchFd() const = 0;
   virtual void watch() = 0;
+
+  /// Something of this side is under way that shows only in the calls above: they have to be made
+  /// soon even if nobody waits for anything. A mover does not go to sleep meanwhile.
+  [[nodiscard]] virtual bool busy() const { return false; }
 
   /// Nothing of this side is on its way any more: the peer would get all of it if this process
   /// ended now. Only for tear-down.

@@ -115,6 +115,8 @@ Status MoverClient::greet(const std::string& gpuUuid) {
   shmAddress_ = getText(reply.shmAddress);
   tcpAddress_ = getText(reply.tcpAddress);
   tcpProblem_ = getText(reply.text);
+  verbsAddress_ = getText(reply.verbsAddress);
+  verbsProblem_ = getText(reply.verbsText);
   return {};
 }
 

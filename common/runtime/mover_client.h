@@ -48,6 +48,9 @@ class MoverClient {
   [[nodiscard]] const std::string& tcpAddress() const { return tcpAddress_; }
   /// Why `tcpAddress` is empty.
   [[nodiscard]] const std::string& tcpProblem() const { return tcpProblem_; }
+  [[nodiscard]] const std::string& verbsAddress() const { return verbsAddress_; }
+  /// Why `verbsAddress` is empty.
+  [[nodiscard]] const std::string& verbsProblem() const { return verbsProblem_; }
   [[nodiscard]] pid_t pid() const { return pid_; }
   [[nodiscard]] const Segment& segment() const { return segment_; }
 
@@ -133,7 +136,7 @@ class MoverClient {
   pid_t pid_ = -1;
   bool up_ = false;  ///< the mover has answered
   PeerId id_;
-  std::string shmAddress_, tcpAddress_, tcpProblem_;
+  std::string shmAddress_, tcpAddress_, tcpProblem_, verbsAddress_, verbsProblem_;
   std::string gpuUuid_;
   std::thread watcher_;
   bool silent_ = false;  ///< a request was not answered: a late answer would be taken for another's

@@ -231,7 +231,8 @@ void MoverLoop::rest(bool moved) {
   bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() ||
                 !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) {
-    active = active || link->active() || link->told().waits();
+    active = active || link->active() || link->told().waits() ||
+             (link->up() && link->connection()->busy());
   }
   // Only a mover that sleeps without a bound is rung awake: a ring costs the application a system
   // call, and a nap ends by itself.

@@ -20,6 +20,7 @@
 #include "common/net/shm/shm_transport.h"
 #include "common/net/tcp/tcp_transport.h"
 #include "common/net/transport_set.h"
+#include "common/net/verbs/verbs_transport.h"
 #include "common/runtime/mover_control.h"
 #include "common/runtime/mover_loop.h"
 #include "common/runtime/mover_protocol.h"
@@ -42,7 +43,7 @@ struct MoverProcess {
   std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in, peer;
   PeerId self;
   std::unique_ptr<TransportSet> transports;
-  std::string tcpProblem;  ///< why peers on other hosts do not reach this mover
+  std::string tcpProblem, verbsProblem;  ///< why peers do not reach this mover that way
 
   Status open(int socket);
   Status openTransports();
@@ -86,19 +87,33 @@ Status MoverProcess::open(int socket) {
 Status MoverProcess::openTransports() {
   const StagingGeometry geometry{static_cast<std::uint32_t>(config.slots), config.slotBytes};
   HOCCL_RETURN_IF_ERROR(TransportSet::create(&transports));
-  if (config.transport != "tcp") {
+  const auto wanted = [this](const char* transport) {
+    return config.transport == "auto" || config.transport == transport;
+  };
+  if (wanted("shm")) {
     std::unique_ptr<Transport> shm;
     HOCCL_RETURN_IF_ERROR(makeShmTransport(self, geometry, &shm));
     HOCCL_RETURN_IF_ERROR(transports->add(std::move(shm)));
   }
-  if (config.transport != "shm") {
-    std::unique_ptr<Transport> tcp;
-    if (Status status = makeTcpTransport(self, geometry, config, &tcp); !status) {
-      // Only communicators with ranks on other hosts need it, and those say so.
-      tcpProblem = status.message();
-      return {};
+  // Only communicators that need one of the others say why it is missing.
+  if (wanted("verbs")) {
+    std::unique_ptr<Transport> verbs;
+    if (Status status = makeVerbsTransport(self, geometry, config, &verbs); status) {
+      HOCCL_RETURN_IF_ERROR(transports->add(std::move(verbs)));
+    } else {
+      verbsProblem = status.message();
+      // A variable to be put right is said even where tcp takes over.
+      logf(status.code() == Code::InvalidConfig ? LogLevel::Warn : LogLevel::Info,
+           "no verbs transport: {}", verbsProblem);
     }
-    HOCCL_RETURN_IF_ERROR(transports->add(std::move(tcp)));
+  }
+  if (wanted("tcp")) {
+    std::unique_ptr<Transport> tcp;
+    if (Status status = makeTcpTransport(self, geometry, config, &tcp); status) {
+      HOCCL_RETURN_IF_ERROR(transports->add(std::move(tcp)));
+    } else {
+      tcpProblem = status.message();
+    }
   }
   return {};
 }
@@ -144,7 +159,9 @@ int runMover(int socket) {
   if (process.transports) {
     setText(reply.shmAddress, process.transports->addressOf("shm"));
     setText(reply.tcpAddress, process.transports->addressOf("tcp"));
+    setText(reply.verbsAddress, process.transports->addressOf("verbs"));
     if (status) setText(reply.text, process.tcpProblem);
+    setText(reply.verbsText, process.verbsProblem);
   }
   const Status sent =
       sendWithFdsWithin(socket, &reply, sizeof reply, {}, process.config.timeoutMs);

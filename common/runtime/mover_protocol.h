@@ -11,7 +11,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 5;
+inline constexpr std::uint32_t kMoverProtocol = 6;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -36,7 +36,9 @@ struct MoverReply {
   /// To MoverHello: where peers reach this mover, by transport; empty where it does not listen.
   char shmAddress[kAddressBytes];
   char tcpAddress[kAddressBytes];
-  char text[kReplyTextBytes];
+  char verbsAddress[kAddressBytes];
+  char text[kReplyTextBytes];       ///< to MoverHello, with ok 1: why there is no tcpAddress
+  char verbsText[kReplyTextBytes];  ///< to MoverHello: why there is no verbsAddress
 };
 
 /// A communicator to be moved for, with one descriptor: a memfd of `ranks` PeerRecords.

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/base/config.h"
+#include "common/base/status.h"
+
+namespace hoccl {
+
+/// How queue pairs are made and used: what the HOCCL_IB_* variables say, else NCCL's NCCL_IB_* of
+/// the same names, else the defaults here.
+struct VerbsSettings {
+  enum class Choice { Auto, Off, On };
+
+  std::string hcaList;  ///< NCCL_IB_HCA's syntax (hca_list.h); empty: all devices
+  std::string hcaVariable = "NCCL_IB_HCA";  ///< where it comes from, for messages
+  std::string gidIndex;  ///< "3" or "mlx5_0:3,mlx5_1:1"; empty: chosen (gid_choice.h)
+  std::string gidVariable = "NCCL_IB_GID_INDEX";
+  unsigned qpsPerPeer = 4;  ///< queue pairs per NIC and peer
+  std::uint8_t trafficClass = 0;
+  std::uint8_t serviceLevel = 0;
+  std::uint16_t pkeyIndex = 0;
+  /// 4.096 us * 2^timeout until a packet is sent again. With `retryCount` 7 a dead path shows
+  /// within about 1 to 4 s, inside rule 9's bound (NCCL's default, 20, takes half a minute).
+  std::uint8_t timeout = 15;
+  std::uint8_t retryCount = 7;
+  /// Auto: on InfiniBand, off on RoCE, as NCCL has it.
+  Choice adaptiveRouting = Choice::Auto;
+  std::uint64_t adaptiveThreshold = 8192;  ///< bytes; smaller writes are one packet or two
+  /// Auto: asked for where the library knows it; a device that does not ignores it.
+  Choice relaxedOrdering = Choice::Auto;
+
+  static constexpr unsigned kMostQps = 16;
+  /// All variables; one that makes no sense is an error that names it and what is allowed.
+  static Status fromEnvironment(const Config& config, VerbsSettings* out);
+};
+
+}  // namespace hoccl
