@@ -13,7 +13,7 @@ function(hoccl_lab_test)
     endif()
   endforeach()
   if(HOCCL_SANITIZE)
-    list(PREPEND ARG_OPTIONS --memory 2048)
+    list(APPEND ARG_OPTIONS --memory 2048) # the last one counts
   endif()
   add_test(NAME ${ARG_NAME}
            COMMAND ${CMAKE_SOURCE_DIR}/test/rdma-lab/guest --offline --nodes ${ARG_NODES} --rails ${ARG_RAILS}

@@ -69,11 +69,12 @@ def _follow(machines: list[Machine], options: Options) -> int:
             # Looked at before its status is: a guest that wrote one may end.
             ended = machine.qemu.poll() is not None
             status = machine.status()
+            if status is None and machine.killed:
+                _say(f"node {machine.node} was killed, as ordered")
+                status = KILLED
             if status is not None:
                 statuses[machine.node] = status
-            elif machine.killed:
-                _say(f"node {machine.node} was killed, as ordered")
-                statuses[machine.node] = KILLED
+                orders.node_ended(machine.node)
             elif ended:
                 output.carry(to_the_end=True)
                 return _gone(machine, "ended under its command")
