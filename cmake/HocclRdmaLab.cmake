@@ -13,7 +13,7 @@ function(hoccl_lab_test)
     endif()
   endforeach()
   if(HOCCL_SANITIZE)
-    list(PREPEND ARG_OPTIONS --memory 2048)
+    list(APPEND ARG_OPTIONS --memory 2048) # the last one counts
   endif()
   add_test(NAME ${ARG_NAME}
            COMMAND ${CMAKE_SOURCE_DIR}/test/rdma-lab/guest --offline --nodes ${ARG_NODES} --rails ${ARG_RAILS}
@@ -23,8 +23,8 @@ endfunction()
 
 # hoccl_lab_properties(test seconds): what all tests with guests have in common.
 function(hoccl_lab_properties test seconds)
-  # Guests have 90 s to become ready.
-  math(EXPR limit "${seconds} + 100")
+  # Guests have 150 s to become ready.
+  math(EXPR limit "${seconds} + 170")
   set_tests_properties(${test} PROPERTIES LABELS rdma SKIP_RETURN_CODE 77 RUN_SERIAL ON
                        TIMEOUT ${limit} FIXTURES_REQUIRED rdma_lab_image)
 endfunction()

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "common/base/log.h"
+#include "common/base/nccl_result.h"
 #include "plugin-net/nccl_net_abi.h"
 #include "plugin-net/net_plugin.h"
 
@@ -23,29 +24,6 @@ using nccl_abi::Result;
 
 constexpr char kName[] = "HOCCL";
 
-Result resultOf(Code code) {
-  switch (code) {
-    case Code::Ok:
-      return ncclSuccess;
-    case Code::InvalidArgument:
-      return ncclInvalidArgument;
-    case Code::InvalidConfig:
-    case Code::Unsupported:
-      return ncclInvalidUsage;
-    case Code::System:
-      return ncclSystemError;
-    case Code::Cuda:
-      return ncclUnhandledCudaError;
-    case Code::Remote:
-    case Code::Timeout:
-      return ncclRemoteError;
-    case Code::Aborted:
-    case Code::Internal:
-      return ncclInternalError;
-  }
-  return ncclInternalError;
-}
-
 // Runs one entry point. Connections say themselves what went wrong, once; everything else does
 // here.
 template <typename Body>
@@ -53,7 +31,7 @@ Result guarded(const char* what, bool saysItself, Body&& body) noexcept {
   try {
     const Status status = body();
     if (!status && !saysItself) logError("{}: {}", what, status.message());
-    return resultOf(status.code());
+    return toNccl(status.code());
   } catch (const std::bad_alloc&) {
     try {
       logError("{}: out of memory", what);

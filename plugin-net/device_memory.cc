@@ -138,6 +138,7 @@ Status DeviceMemory::add(void* data, std::uint64_t bytes, Registration** out) {
   Gpu* gpu = nullptr;
   HOCCL_RETURN_IF_ERROR(gpuOf(first.device, &gpu));
   std::vector<Registration::Run> runs;
+  const std::size_t before = gpu->imports.size();
   if (Status status = describe(first, reinterpret_cast<CUdeviceptr>(data), bytes, *gpu, &runs);
       !status) {
     release(*gpu, runs);
@@ -146,7 +147,7 @@ Status DeviceMemory::add(void* data, std::uint64_t bytes, Registration** out) {
   auto made = std::make_shared<Registration>(gpu->mover, std::move(runs));
   *out = made.get();
   registered_.emplace(*out, std::move(made));
-  countRegistration(bytes, monotonicNs() - began);
+  countRegistration(bytes, monotonicNs() - began, gpu->imports.size() > before);
   return {};
 }
 
@@ -220,10 +221,10 @@ void DeviceMemory::remove(Registration* registration) {
   }
 }
 
-void DeviceMemory::countRegistration(std::uint64_t bytes, std::uint64_t tookNs) {
+void DeviceMemory::countRegistration(std::uint64_t bytes, std::uint64_t tookNs, bool fresh) {
   ++registrations_;
   slowestNs_ = std::max(slowestNs_, tookNs);
-  if (bytes < largestBytes_) return;
+  if (!fresh || bytes < largestBytes_) return;
   if (bytes > largestBytes_) {
     largestBytes_ = bytes;
     largestCount_ = 0;
@@ -257,9 +258,9 @@ void DeviceMemory::report() {
   std::sort(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(count));
   logInfo(
       "staging: {} sends ({} bytes) and {} receives ({} bytes) of device memory, by {} copies out "
-      "and {} in ({} under 32 KiB); {} registrations, the slowest {:.1f} us, the largest ({} "
-      "bytes, "
-      "{} times) {:.1f} us in the median",
+      "and {} in ({} under 32 KiB); {} registrations, the slowest {:.1f} us, the largest of new "
+      "memory "
+      "({} bytes, {} times) {:.1f} us in the median",
       sends, sentBytes_.load(), receives, receivedBytes_.load(), out, in, small, registrations_,
       static_cast<double>(slowestNs_) / 1000, largestBytes_, largestCount_,
       static_cast<double>(times[count / 2]) / 1000);

@@ -91,10 +91,11 @@ class DeviceMemory {
   std::atomic<bool> claimed_{false};
 
   std::atomic<std::uint64_t> sends_{0}, receives_{0}, sentBytes_{0}, receivedBytes_{0};
-  void countRegistration(std::uint64_t bytes, std::uint64_t tookNs);
+  /// `fresh`: some of the memory had not been registered before.
+  void countRegistration(std::uint64_t bytes, std::uint64_t tookNs, bool fresh);
   static constexpr std::size_t kTimes = 64;
   std::uint64_t registrations_ = 0, slowestNs_ = 0, largestBytes_ = 0, largestCount_ = 0;
-  std::array<std::uint64_t, kTimes> largestNs_{};  ///< of the last ones of that size
+  std::array<std::uint64_t, kTimes> largestNs_{};  ///< of the last ones of that size, fresh
   std::uint64_t reported_ = 0;
 };
 

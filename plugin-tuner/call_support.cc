@@ -2,29 +2,6 @@
 
 namespace hoccl {
 
-ncclResult_t toNccl(Code code) {
-  switch (code) {
-    case Code::Ok:
-      return ncclSuccess;
-    case Code::InvalidArgument:
-      return ncclInvalidArgument;
-    case Code::InvalidConfig:
-    case Code::Unsupported:
-      return ncclInvalidUsage;
-    case Code::Cuda:
-      return ncclUnhandledCudaError;
-    case Code::Remote:
-    case Code::Timeout:
-      return ncclRemoteError;
-    case Code::System:
-    case Code::Aborted:
-      return ncclSystemError;
-    case Code::Internal:
-      return ncclInternalError;
-  }
-  return ncclInternalError;
-}
-
 std::size_t typeBytes(ncclDataType_t type) {
   switch (static_cast<int>(type)) {
     case ncclInt8:

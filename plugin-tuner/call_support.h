@@ -5,12 +5,10 @@
 #include <cerrno>
 #include <cstddef>
 
+#include "common/base/nccl_result.h"
 #include "plugin-tuner/steered_comm.h"
 
 namespace hoccl {
-
-/// What NCCL calls an error of that kind.
-ncclResult_t toNccl(Code code);
 
 /// Bytes of one element; 0 for a type this build does not know.
 std::size_t typeBytes(ncclDataType_t type);

@@ -19,7 +19,7 @@ missing_packages() {
   done
   local packages=("spdlog/spdlog.h libspdlog-dev" "fmt/format.h libfmt-dev" "CLI/CLI.hpp libcli11-dev"
     "nlohmann/json.hpp nlohmann-json3-dev" "gtest/gtest.h libgtest-dev"
-    "benchmark/benchmark.h libbenchmark-dev" "infiniband/verbs.h libibverbs-dev")
+    "infiniband/verbs.h libibverbs-dev")
   local package
   if command -v g++ >/dev/null; then
     # One run of the preprocessor: a line with the package's name for each header it does not find.

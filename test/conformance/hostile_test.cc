@@ -10,6 +10,7 @@
 #include "common/net/tcp/bundle_setup.h"
 #include "plugin-net/handle.h"
 #include "plugin-net/wire.h"
+#include "test/conformance/hostile_peer.h"
 #include "test/conformance/session.h"
 
 namespace conformance {
@@ -41,17 +42,6 @@ class Swallow final : public FrameSink {
   Place place_{0, 1};
   bool any_ = false;
 };
-
-std::unique_ptr<Bundle> finishSetup(BundleSetup& setup, FrameSink& sink) {
-  const double start = now();
-  while (setup.advance() == BundleSetup::State::Pending) {
-    REQUIRE(now() - start < 5);
-    ::usleep(200);
-  }
-  std::unique_ptr<Bundle> bundle;
-  REQUIRE(setup.take(&sink, &bundle).ok());
-  return bundle;
-}
 
 // A number that is small, at a border, or anything.
 std::uint64_t oddNumber(std::mt19937_64& random) {

@@ -81,8 +81,8 @@ def clean_window(rank):
         fill(b.bytes, 10 + 2 * i + rank.rank)
     for a, b in zip(out, into):  # every buffer once before: the window sees no import either
         _exchange(rank, a.bytes, b.bytes)
-    before = rank.totals()
     begin = open_window(rank)
+    before = rank.totals()  # direct ones are counted when they move, so behind all of those
     for a, b in zip(out, into):
         _exchange(rank, a.bytes, b.bytes)
     for a in into[:4]:

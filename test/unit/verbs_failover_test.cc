@@ -187,6 +187,17 @@ TEST_F(VerbsFailoverTest, WithAdaptiveRoutingTheWordGoesByItself) {
   run(50, 100);
 }
 
+TEST_F(VerbsFailoverTest, WithAdaptiveRoutingTwoRequestsAPieceFitTheQueue) {
+  addNics(1);
+  settingsA_.adaptiveRouting = settingsB_.adaptiveRouting = VerbsSettings::Choice::On;
+  for (int host : {0, 1}) fabric_.hosts[host][0]->mostRequests = 16;
+  join();
+  run(200, 5000);
+  for (const auto* end : {a_.get(), b_.get()}) {
+    for (const Path& path : end->paths()) EXPECT_EQ(path.generation, 1u) << path.problem;
+  }
+}
+
 TEST_F(VerbsFailoverTest, AnyFailuresInAnyOrder) {
   Rng rng(testSeed());
   for (int round = 0; round < 6; ++round) {

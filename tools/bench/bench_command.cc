@@ -13,6 +13,7 @@
 #include "tools/bench/operations.h"
 #include "tools/bench/options.h"
 #include "tools/bench/rank_process.h"
+#include "tools/bench/registration_command.h"
 
 namespace hoccl {
 namespace {
@@ -114,6 +115,10 @@ void addBenchCommand(CLI::App& app, int* exitCode) {
   auto net = std::make_shared<bench::NetCommandLine>();
   bench::addNetCommand(*bench, net)->callback([net, exitCode] {
     runInto(exitCode, [&] { return bench::runNetBench(*net, ownCommandLine()); });
+  });
+  auto registration = std::make_shared<bench::RegistrationCommandLine>();
+  bench::addRegistrationCommand(*bench, registration)->callback([registration, exitCode] {
+    runInto(exitCode, [&] { return bench::runRegistrationBench(*registration, ownCommandLine()); });
   });
 
   auto parent = std::make_shared<int>(0);

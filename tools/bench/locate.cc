@@ -76,12 +76,19 @@ Status Locations::ofThisProgram(Locations* out) {
 }
 
 Status Locations::shim(std::string* path) const {
-  constexpr const char* kShim = "libnccl-tuner-hoccl.so";
+  return library("the steering library", "libnccl-tuner-hoccl.so", "../plugin-tuner", path);
+}
+
+Status Locations::netPlugin(std::string* path) const {
+  return library("the net plugin", "libnccl-net-hoccl.so", "../plugin-net", path);
+}
+
+Status Locations::library(const char* what, const char* file, const char* builtIn,
+                          std::string* path) const {
   std::string folder;
-  Status status =
-      firstExisting(program_, "the steering library", kShim,
-                    {"../plugin-tuner", "../" HOCCL_LIBDIR, "../lib", "../lib64"}, &folder);
-  if (status) *path = folder + "/" + kShim;
+  Status status = firstExisting(program_, what, file,
+                                {builtIn, "../" HOCCL_LIBDIR, "../lib", "../lib64"}, &folder);
+  if (status) *path = folder + "/" + file;
   return status;
 }
 

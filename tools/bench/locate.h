@@ -19,11 +19,15 @@ class Locations {
   [[nodiscard]] const std::string& program() const { return program_; }
   /// The preloaded steering library. Error: lists where it was looked for.
   Status shim(std::string* path) const;
+  /// The net plugin. Error: the same.
+  Status netPlugin(std::string* path) const;
   /// Folders with the emulated libcuda.so.1 and the stand-in libnccl.so.2, "a:b" for
   /// LD_LIBRARY_PATH.
   Status emulatorPath(std::string* folders) const;
 
  private:
+  Status library(const char* what, const char* file, const char* builtIn, std::string* path) const;
+
   std::string program_;
 };
 

@@ -1,6 +1,7 @@
 """One guest: its QEMU, the folder shared with it, and its links."""
 
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -85,6 +86,8 @@ class Machine:
             "-device", "virtio-9p-pci,fsdev=root,mount_tag=root",
             "-fsdev", f"local,id=shared,path={self.shared},security_model=none",
             "-device", "virtio-9p-pci,fsdev=shared,mount_tag=shared",
+            "-fsdev", f"local,id=common,path={self._work}/common,security_model=none",
+            "-device", "virtio-9p-pci,fsdev=common,mount_tag=common",
         ]
         if options.nodes == 2:
             for rail in range(options.rails):
@@ -132,6 +135,15 @@ class Machine:
             text = file.read()
         self._read_offsets[stream] += len(text)
         return text
+
+    def processor_seconds(self) -> float:
+        """What its QEMU has used: little says that others keep the processors busy."""
+        try:
+            fields = pathlib.Path(f"/proc/{self.qemu.pid}/stat").read_text(encoding="utf-8").rsplit(") ", 1)[1]
+        except OSError:
+            return 0.0
+        # utime and stime, fields 14 and 15 of proc(5).
+        return sum(map(int, fields.split()[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def last_words(self) -> str:
         """QEMU's own messages and its console from the kernel's crash on, else the end of it."""

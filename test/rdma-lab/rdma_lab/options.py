@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--env", action="append", default=[], metavar="NAME=VALUE",
                        help="set in the command's environment; may be repeated")
     parse.add_argument("--keep", type=pathlib.Path, metavar="FOLDER",
-                       help="keep what guests left in /mnt/lab, and their consoles, here as node0, node1")
+                       help="keep what guests left in /mnt/lab (node0, node1; their consoles too) and /mnt/common here")
     parse.add_argument("--cache", type=pathlib.Path, metavar="FOLDER",
                        help="where kernel and initramfs are kept (build/rdma-lab)")
     parse.add_argument("--prepare", action="store_true", help="only make kernel and initramfs")

@@ -12,6 +12,7 @@ class Orders:
         self._options = options
         self._met: dict[str, dict[int, list]] = {}  # name -> node -> files to reply in
         self._muted: set[tuple[int, int]] = set()  # (node, rail)
+        self._ended: set[int] = set()
 
     def poll(self) -> None:
         """Carries out what was asked since the last call."""
@@ -29,13 +30,26 @@ class Orders:
                 except (OSError, ValueError) as error:
                     _answer(reply, str(error))
 
+    def node_ended(self, node: int) -> None:
+        """Nobody is to wait for this node any more: `meet` fails without it."""
+        self._ended.add(node)
+        for name in list(self._met):
+            self._settle(name)
+
     def _meet(self, name: str, node: int, reply) -> None:
         waiting = self._met.setdefault(name, {})
         waiting.setdefault(node, []).append(reply)
-        if len(waiting) == self._options.nodes:
-            for path in [path for paths in waiting.values() for path in paths]:
-                _answer(path, "done")
-            del self._met[name]
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        waiting = self._met[name]
+        missing = set(range(self._options.nodes)) - set(waiting)
+        if missing and not missing & self._ended:
+            return
+        answer = f"meet {name}: node {min(missing & self._ended)} has ended" if missing else "done"
+        for path in [path for paths in waiting.values() for path in paths]:
+            _answer(path, answer)
+        del self._met[name]
 
     def _carry_out(self, words: list[str]) -> None:
         verb, arguments = words[0] if words else "", words[1:]

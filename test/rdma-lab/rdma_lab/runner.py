@@ -15,8 +15,8 @@ from .orders import Orders
 TIME_LIMIT = 124
 GUEST_FAILED = 125
 KILLED = 137  # as a shell reports a process that SIGKILL ended
-# A guest under emulation is ready after 3 to 6 s on two idle cores.
-BOOT_SECONDS = 90
+# A guest under emulation is ready after 3 to 6 s on two idle cores; beside two full builds after 15.
+BOOT_SECONDS = 150
 POLL_SECONDS = 0.03
 
 
@@ -25,6 +25,7 @@ def run(options: Options, image: Image, lab_folder: pathlib.Path) -> int:
     with contextlib.ExitStack() as stack:
         # Short: paths of sockets have at most 107 characters.
         work = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hoccl-lab.")))
+        (work / "common").mkdir()
         if options.keep is not None:
             stack.callback(_keep, work, options)
         machines: list[Machine] = []
@@ -48,7 +49,8 @@ def _wait_until_ready(machines: list[Machine], deadline: float) -> int | None:
             if machine.qemu.poll() is not None:
                 return _gone(machine, "ended before it was ready")
             if time.monotonic() > deadline and not machine.is_ready():
-                return _gone(machine, f"was not ready after {BOOT_SECONDS} s")
+                return _gone(machine, f"was not ready after {BOOT_SECONDS} s, of which its QEMU had a processor for "
+                                      f"{machine.processor_seconds():.1f} s (a boot takes 6)")
         time.sleep(POLL_SECONDS)
     return None
 
@@ -67,11 +69,12 @@ def _follow(machines: list[Machine], options: Options) -> int:
             # Looked at before its status is: a guest that wrote one may end.
             ended = machine.qemu.poll() is not None
             status = machine.status()
+            if status is None and machine.killed:
+                _say(f"node {machine.node} was killed, as ordered")
+                status = KILLED
             if status is not None:
                 statuses[machine.node] = status
-            elif machine.killed:
-                _say(f"node {machine.node} was killed, as ordered")
-                statuses[machine.node] = KILLED
+                orders.node_ended(machine.node)
             elif ended:
                 output.carry(to_the_end=True)
                 return _gone(machine, "ended under its command")
@@ -114,10 +117,15 @@ class Output:
 
 
 def _keep(work: pathlib.Path, options: Options) -> None:
-    for node in range(options.nodes):
-        source = work / f"node{node}"
-        if source.exists():
-            shutil.copytree(source, options.keep / source.name, dirs_exist_ok=True)
+    for name in ["common"] + [f"node{node}" for node in range(options.nodes)]:
+        if (work / name).exists():
+            # A guest may have left sockets there.
+            shutil.copytree(work / name, options.keep / name, dirs_exist_ok=True, ignore=_not_plain)
+
+
+def _not_plain(folder: str, names: list[str]) -> list[str]:
+    paths = [pathlib.Path(folder, name) for name in names]
+    return [path.name for path in paths if path.is_symlink() or not (path.is_file() or path.is_dir())]
 
 
 def _gone(machine: Machine, what: str) -> int:
