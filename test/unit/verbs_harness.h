@@ -70,6 +70,7 @@ class Sending {
     return moved;
   }
   [[nodiscard]] std::uint64_t slots() const { return slots_; }
+  [[nodiscard]] std::uint64_t messages() const { return messages_; }
   [[nodiscard]] const std::vector<std::uint64_t>& turns() const { return turns_; }
 
  private:

@@ -33,8 +33,12 @@ std::string Path::text() const {
                      peer.number);
 }
 
+/// One that has failed and is being tried again is no hope: else a dead network would go on for
+/// ever.
 bool VerbsConnection::anyAlive() const {
-  return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) { return p.alive(); });
+  return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
+    return p.state == Path::State::Up || (p.alive() && p.generation == 1);
+  });
 }
 
 bool VerbsConnection::say(std::uint16_t kind, const void* payload, std::size_t bytes) {

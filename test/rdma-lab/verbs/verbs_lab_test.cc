@@ -151,7 +151,7 @@ class VerbsLab : public ::testing::Test {
     // Until the peer has all of this side's, too.
     const auto over = [&] {
       return receiving_->got(slots_, messages_) && sending_->slots() == slots_ &&
-             connection_->drained();
+             sending_->messages() == messages_ && connection_->drained();
     };
     while (!over() && !connection_->peerGone() && !deadline.passed() && !HasFailure()) {
       tend();
