@@ -220,8 +220,8 @@ TEST_P(TransportTest, ConnectingAndAcceptingSideLearnWhoTheOtherIs) {
   ASSERT_NE(answering->peer(), nullptr);
   EXPECT_EQ(*answering->peer(), kA);
   answering->decide(Decision::Accept, "");
-  // Each is asked only when its descriptor says so.
-  State asker = State::Pending, answerer = State::Pending;
+  // From then on each is asked only when its descriptor says so.
+  State asker = State::Pending, answerer = answering->advance();
   EXPECT_TRUE(waitUntil([&] {
     pollfd fds[] = {{asking->watchFd(), POLLIN, 0}, {answering->watchFd(), POLLIN, 0}};
     if (::poll(fds, 2, 20'000) <= 0) return true;
