@@ -76,6 +76,22 @@ TEST_F(VerbsFailoverTest, ACutRailLeavesTheOther) {
   run(50, 500);
 }
 
+TEST_F(VerbsFailoverTest, IdlePathsOfACutRailAreFoundByTheFirstFailure) {
+  addNics(2);
+  join();
+  ASSERT_TRUE(idleUntil([&] { return a_->pathsUp() == 8 && b_->pathsUp() == 8; }));
+  fabric_.atomically([&] { fabric_.hosts[0][0]->cut = true; });
+  Message message{};
+  ASSERT_TRUE(a_->trySend(message));  // over the first path
+  EXPECT_TRUE(test::waitUntil([&] {
+    tend(*a_);
+    tend(*b_);
+    (void)a_->tryReceive(&message);
+    (void)b_->tryReceive(&message);
+    return a_->pathsUp() == 4 && b_->pathsUp() == 4;
+  }));
+}
+
 TEST_F(VerbsFailoverTest, WithNothingLeftTheReasonNamesDevicesAddressesQueuePairAndStatus) {
   addNics(2);
   join();
@@ -169,6 +185,17 @@ TEST_F(VerbsFailoverTest, WithAdaptiveRoutingTheWordGoesByItself) {
   EXPECT_EQ(large, 0);
   disturbOnce(*fabric_.hosts[0][0], Fate::Lost, 20);
   run(50, 100);
+}
+
+TEST_F(VerbsFailoverTest, WithAdaptiveRoutingTwoRequestsAPieceFitTheQueue) {
+  addNics(1);
+  settingsA_.adaptiveRouting = settingsB_.adaptiveRouting = VerbsSettings::Choice::On;
+  for (int host : {0, 1}) fabric_.hosts[host][0]->mostRequests = 16;
+  join();
+  run(200, 5000);
+  for (const auto* end : {a_.get(), b_.get()}) {
+    for (const Path& path : end->paths()) EXPECT_EQ(path.generation, 1u) << path.problem;
+  }
 }
 
 TEST_F(VerbsFailoverTest, AnyFailuresInAnyOrder) {

@@ -226,6 +226,7 @@ TEST_F(VerbsNicTest, ActivePortsInTheOrderOfTheirNames) {
   fabric_.add(0, "mlx5_0", "10.0.0.1").ports = 2;
   fabric_.add(0, "mlx5_2", "10.0.2.1").state = IBV_PORT_DOWN;
   fabric_.add(0, "mlx5_3");  // without an address
+  fabric_.add(0, "siw0", "10.0.9.1").transport_type = IBV_TRANSPORT_IWARP;
   ASSERT_TRUE(open());
   EXPECT_EQ(names(), "mlx5_0:1 mlx5_0:2 mlx5_1:1 ");
   EXPECT_EQ(nics_[2]->text(), "mlx5_1:1 (GID 10.0.1.1)");
@@ -249,9 +250,10 @@ TEST_F(VerbsNicTest, Rule10NoDeviceOrNoneThatFits) {
   settings_.hcaList = "mlx5_0:3";
   expectNamed(open(), {"HOCCL_IB_HCA='mlx5_0:3'"});
   settings_.hcaList = "";
+  fabric_.add(0, "siw0", "10.0.9.1").transport_type = IBV_TRANSPORT_IWARP;
   for (auto& device : fabric_.hosts[0]) device->state = IBV_PORT_DOWN;
   fabric_.hosts[0][1]->openError = EACCES;
-  expectNamed(open(), {"mlx5_0:1 is not active", "mlx5_1 cannot be opened"});
+  expectNamed(open(), {"mlx5_0:1 is not active", "mlx5_1 cannot be opened", "siw0 is neither"});
 }
 
 TEST_F(VerbsNicTest, Rule10AGidIndexOutOfRange) {

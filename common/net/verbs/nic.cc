@@ -107,6 +107,12 @@ class NicOpener {
   /// An error only for what the user has to change; what is merely not usable goes into problems_.
   Status lookAt(const std::string& name, ibv_device* device) {
     if (!anyPortAllowed(name)) return {};
+    if (device->transport_type != IBV_TRANSPORT_IB) {
+      // iWARP connects by a protocol of its own, and others have no reliable connections.
+      matched_ = true;
+      append(&problems_, name + " is neither InfiniBand nor RoCE");
+      return {};
+    }
     std::uint8_t ports = 1;
     for (std::uint8_t port = 1; port <= ports; ++port) {
       std::shared_ptr<Nic> nic(new Nic);

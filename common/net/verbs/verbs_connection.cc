@@ -171,8 +171,9 @@ void VerbsConnection::onCompletion(const ibv_wc& completion) {
     --path.receives;
     ++path.usedReceives;
   } else if (id.kind != WorkId::Kind::Body) {
-    --path.sends;
-    --sendsOut_;
+    const std::uint32_t requests = id.kind == WorkId::Kind::Word ? 2 : 1;
+    path.sends -= requests;
+    sendsOut_ -= requests;
     path.bytes -= id.units * WorkId::kBytesUnit;
   }
   if (completion.status != IBV_WC_SUCCESS) {
@@ -188,6 +189,7 @@ void VerbsConnection::onCompletion(const ibv_wc& completion) {
       if (completion.wc_flags & IBV_WC_WITH_IMM) onImmediate(path, ntohl(completion.imm_data));
       break;
     case WorkId::Kind::Piece:
+    case WorkId::Kind::Word:
       out_[id.slot].completed(id.piece, path.index);
       settleSlot(id.slot);
       break;
@@ -383,6 +385,8 @@ bool VerbsConnection::post(Path& path, WorkId id, std::uint32_t immediate, const
       body = word;
       body.opcode = IBV_WR_RDMA_WRITE;
       body.send_flags = 0;
+      id.kind = WorkId::Kind::Word;
+      word.wr_id = id.pack();
       id.kind = WorkId::Kind::Body;
       body.wr_id = id.pack();
       body.next = &word;
@@ -395,8 +399,9 @@ bool VerbsConnection::post(Path& path, WorkId id, std::uint32_t immediate, const
     takeDown(path, Status::fromErrno("a write cannot be posted", error).message());
     return false;
   }
-  ++path.sends;
-  ++sendsOut_;
+  const std::uint32_t requests = first == &body ? 2 : 1;
+  path.sends += requests;
+  sendsOut_ += requests;
   path.bytes += id.units * WorkId::kBytesUnit;
   return true;
 }

@@ -76,6 +76,12 @@ void VerbsConnection::takeDown(Path& path, const std::string& why) {
        paths_.size());
   if (!ending && !anyAlive()) {
     gone(fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why));
+    return;
+  }
+  // What broke it may have broken others that carry nothing just now: they are asked at once, not
+  // when their turn comes.
+  for (Path& other : paths_) {
+    if (other.state == Path::State::Up && other.sends == 0) probe(other);
   }
 }
 

@@ -14,6 +14,7 @@ struct WorkId {
     Receive,
     Piece,
     Body,  ///< the bytes of a piece whose word comes behind; completes only with an error
+    Word,  ///< that word, which stands for both
     Message,
     Small,  ///< a credit or the like
     Probe

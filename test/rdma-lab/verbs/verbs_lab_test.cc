@@ -23,8 +23,8 @@ using test::Receiving;
 using test::Sending;
 
 constexpr std::uint16_t kPort = 7100;
-constexpr StagingGeometry kGeometry{4, 512 << 10};
-constexpr std::uint64_t kPatienceMs = 40'000;
+constexpr StagingGeometry kGeometry{4, 128 << 10};
+constexpr std::uint64_t kPatienceMs = 60'000;
 
 std::string environment(const char* name) {
   const char* text = std::getenv(name);
@@ -59,9 +59,11 @@ class VerbsLab : public ::testing::Test {
   void connect() {
     const VerbsLibrary* library = nullptr;
     ASSERT_TRUE(VerbsLibrary::load(&library));
-    // Soft-RoCE tries for ever with a count of 7.
-    settings_.retryCount = 3;
-    settings_.timeout = 14;
+    // Soft-RoCE tries for ever with a count of 7. Emulated processors may be busy for a while.
+
+    settings_.retryCount = 6;
+    settings_.timeout = 16;
+    settings_.qpsPerPeer = 2;
     SocketAddress local;
     ASSERT_TRUE(SocketAddress::parse(environment("MANAGEMENT_ADDRESS"), &local));
     Status status =
@@ -84,6 +86,8 @@ class VerbsLab : public ::testing::Test {
                                 kPatienceMs));
     ASSERT_EQ(handshake->advance(), Handshake::State::Done) << handshake->status().message();
     connection_.reset(dynamic_cast<VerbsConnection*>(handshake->take().release()));
+    sending_ = std::make_unique<Sending>(*connection_, static_cast<std::uint64_t>(node_));
+    receiving_ = std::make_unique<Receiving>(*connection_, static_cast<std::uint64_t>(1 - node_));
     ASSERT_TRUE(tendUntil([&] { return allUp(); }));
   }
   [[nodiscard]] bool allUp() const { return connection_->pathsUp() == connection_->paths().size(); }
@@ -132,54 +136,54 @@ class VerbsLab : public ::testing::Test {
     return test::waitUntil(
         [&] {
           tend();
-          Message none;
-          EXPECT_FALSE(connection_->tryReceive(&none));
+          (void)receiving_->step();
           return condition();
         },
         kPatienceMs);
   }
-  /// The same number of slots and messages both ways; `order` goes to the lab when a part has come.
+  /// So many slots and messages more, both ways; `order` goes to the lab when a part has gone. The
+  /// other side may be ahead.
   void run(std::uint64_t slots, std::uint64_t messages, const std::string& order = {}) {
-    Sending out(*connection_, ++key_ * 2 + static_cast<std::uint64_t>(node_), outTurns_);
-    Receiving in(*connection_, key_ * 2 + static_cast<std::uint64_t>(1 - node_), inTurns_);
+    slots_ += slots;
+    messages_ += messages;
     std::thread orders;
     const Deadline deadline = Deadline::afterMs(kPatienceMs);
     // Until the peer has all of this side's, too.
     const auto over = [&] {
-      return in.got(slots, messages) && out.slots() == slots && connection_->drained();
+      return receiving_->got(slots_, messages_) && sending_->slots() == slots_ &&
+             connection_->drained();
     };
     while (!over() && !connection_->peerGone() && !deadline.passed() && !HasFailure()) {
       tend();
-      bool moved = out.step(slots, messages);
-      moved |= in.step();
-      if (!order.empty() && node_ == 0 && !orders.joinable() && out.slots() * 4 > slots) {
+      bool moved = sending_->step(slots_, messages_);
+      moved |= receiving_->step();
+      if (!order.empty() && node_ == 0 && !orders.joinable() && sending_->slots() * 4 > slots_) {
         orders = std::thread([&order] { lab(order); });
       }
       if (!moved) std::this_thread::yield();
     }
     if (orders.joinable()) orders.join();
-    EXPECT_TRUE(over()) << in.text() << "; sent " << out.slots() << " of " << slots << "; "
-                        << (connection_->peerGone() ? connection_->goneReason() : "");
-    outTurns_ = out.turns();
-    inTurns_ = in.turns();
+    EXPECT_TRUE(over()) << receiving_->text() << " came; " << sending_->slots() << " of " << slots_
+                        << " went; " << (connection_->peerGone() ? connection_->goneReason() : "");
   }
 
   int node_ = 0;
   VerbsSettings settings_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<VerbsConnection> connection_;
-  std::uint64_t key_ = 0;
-  std::vector<std::uint64_t> outTurns_, inTurns_;
+  std::unique_ptr<Sending> sending_;
+  std::unique_ptr<Receiving> receiving_;
+  std::uint64_t slots_ = 0, messages_ = 0;
 };
 
 TEST_F(VerbsLab, EverythingArrivesOverAllQueuePairs) {
-  EXPECT_EQ(connection_->paths().size(), 8u);
+  EXPECT_EQ(connection_->paths().size(), 4u);
   run(100, 500);
 }
 
 TEST_F(VerbsLab, ARailThatIsCutLeavesTheOtherAndComesBack) {
-  run(400, 2000, "cut 0");
-  EXPECT_TRUE(tendUntil([&] { return connection_->pathsUp() == 4; })) << connection_->pathsUp();
+  run(150, 1000, "cut 0");
+  EXPECT_TRUE(tendUntil([&] { return connection_->pathsUp() == 2; })) << connection_->pathsUp();
   run(40, 200);
   if (node_ == 0) lab("heal 0");
   EXPECT_TRUE(tendUntil([&] { return allUp(); })) << connection_->pathsUp();
@@ -197,12 +201,11 @@ TEST_F(VerbsLab, WithAllRailsCutBothSidesSayWhy) {
   EXPECT_TRUE(test::waitUntil(
       [&] {
         tend();
-        Message none;
-        (void)connection_->tryReceive(&none);
+        (void)receiving_->step();
         return connection_->peerGone();
       },
       kPatienceMs));
-  EXPECT_LT(monotonicNs() - begin, 10'000'000'000u);
+  EXPECT_LT(monotonicNs() - begin, 15'000'000'000u);
   const std::string why = connection_->goneReason();
   for (const char* part : {"rxe", "GID 10.", "queue pair 0x"}) {
     EXPECT_NE(why.find(part), std::string::npos) << part << " in: " << why;
@@ -215,7 +218,6 @@ TEST_F(VerbsLab, WithAllRailsCutBothSidesSayWhy) {
 /// The last one, and by itself: node 1 does not come back.
 TEST_F(VerbsLab, DISABLED_APeerThatDiesIsNoticed) {
   run(40, 200);
-  Sending out(*connection_, 100);
   if (node_ == 1) {
     lab("kill 1");
     return;
@@ -224,9 +226,8 @@ TEST_F(VerbsLab, DISABLED_APeerThatDiesIsNoticed) {
   EXPECT_TRUE(test::waitUntil(
       [&] {
         tend();
-        Message none;
-        (void)connection_->tryReceive(&none);
-        (void)connection_->trySend(none);
+        (void)receiving_->step();
+        (void)connection_->trySend(Message{});
         return connection_->peerGone();
       },
       kPatienceMs));
