@@ -103,7 +103,7 @@ TEST_P(Loading, NothingIsLeft) {
       }
       REQUIRE_OK(net.closeSend(sends));
       REQUIRE_OK(net.closeReceive(receives));
-      REQUIRE(threadCount() == threads);
+      REQUIRE(threadsSettleAt(threads));
       REQUIRE_OK(net.closeListen(listener));
       session.end();
       if (round == 0) descriptors = descriptorCount();
@@ -137,7 +137,7 @@ TEST(Contexts, EndOneByOne) {
       if (receives == nullptr) REQUIRE_OK(other.net().accept(stays, &receives));
     }
     other.end();  // with all of it open
-    REQUIRE(threadCount() == threads);
+    REQUIRE(threadsSettleAt(threads));
   });
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }

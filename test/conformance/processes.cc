@@ -198,6 +198,11 @@ std::size_t threadsWithoutPlugin() {
   std::thread([] {}).join();
   return threadCount();
 }
+bool threadsSettleAt(std::size_t count) {
+  const double start = now();
+  while (threadCount() != count && now() - start < 2) ::usleep(1000);
+  return threadCount() == count;
+}
 std::size_t descriptorCount() { return entriesOf("/proc/self/fd"); }
 
 }  // namespace conformance

@@ -73,6 +73,8 @@ Outcome runProgram(const std::vector<std::string>& command,
 [[nodiscard]] std::size_t threadCount();
 /// Before the plugin has started any. A sanitizer starts one of its own with the first.
 [[nodiscard]] std::size_t threadsWithoutPlugin();
+/// Whether there are so many, now or soon: one that has been joined may still be on its way out.
+[[nodiscard]] bool threadsSettleAt(std::size_t count);
 [[nodiscard]] std::size_t descriptorCount();
 
 }  // namespace conformance
