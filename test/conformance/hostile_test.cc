@@ -288,32 +288,15 @@ TEST_P(Hostile, ReceiverOfASendingPlugin) {
 TEST(HostileAhead, AMessageThatIsThereAlready) {
   const Outcome outcome = runPair([](const Side& side) {
     if (side.rank() == 0) {
-      Handle handle;
-      side.take(handle.data(), handle.size());
-      ListenerAddress to;
-      REQUIRE(unpackHandle(handle.data(), &to).ok());
-      std::unique_ptr<BundleSetup> setup;
-      REQUIRE(connectBundle(to.address, to.nonce, to.address, makeHello(), {}, &setup).ok());
-      Swallow data;
-      const std::vector<std::byte> payload(kRoom, std::byte{0x11});
-      std::atomic<std::uint64_t> moved{0};
-      // Last: its threads send from there.
-      const std::unique_ptr<Bundle> bundle = finishSetup(*setup, data);
+      HostilePeer peer = HostilePeer::sender(side);
       AheadBody body;
       body.index = 1;
       body.total = kRoom;
-      Transfer transfer;
-      transfer.kind = static_cast<std::uint16_t>(Kind::Ahead);
-      transfer.user = std::bit_cast<std::array<std::byte, sizeof body>>(body);
-      transfer.data = payload.data();
-      transfer.bytes = kRoom;
-      transfer.done = &moved;
-      REQUIRE(bundle->post(transfer));
+      peer.sendAhead(body, kRoom);
       Control small;
       small.bytes = 100;
-      const auto message = static_cast<std::uint16_t>(Kind::Message);
       for (small.index = 0; small.index < 2; ++small.index) {
-        REQUIRE(bundle->sendControl(message, pack(small), payload.data(), small.bytes));
+        peer.say(Kind::Message, small, small.bytes);
       }
       side.meet();
       side.meet();
@@ -321,11 +304,7 @@ TEST(HostileAhead, AMessageThatIsThereAlready) {
     }
     Session session(11);
     Net& net = session.net();
-    Handle handle;
-    void* const listener = session.listen(&handle);
-    side.give(handle.data(), handle.size());
-    void* const comm = session.accept(listener);
-    REQUIRE_OK(net.closeListen(listener));
+    void* const comm = HostilePeer::acceptFor(side, session);
     std::vector<unsigned char> memory(kRoom, 0xcd), other(100);
     side.meet();
     ::usleep(100'000);
