@@ -65,11 +65,9 @@ Result devices(int* count) {
 template <typename Properties>
 void fillCommon(const Device& device, Properties* out) {
   *out = Properties{};
-  out->name = const_cast<char*>(device.interface.name.c_str());
+  out->name = const_cast<char*>(device.name.c_str());
   // NCCL hangs a device without a path below the CPU.
-  out->pciPath = device.interface.pciPath.empty()
-                     ? nullptr
-                     : const_cast<char*>(device.interface.pciPath.c_str());
+  out->pciPath = device.pciPath.empty() ? nullptr : const_cast<char*>(device.pciPath.c_str());
   out->guid = device.guid;
   // Device memory only where it goes through staging: NCCL moves its own buffers to where is
   // claimed.
@@ -77,7 +75,7 @@ void fillCommon(const Device& device, Properties* out) {
       nccl_abi::kHostPointer | (claimsDeviceMemory() ? nccl_abi::kDevicePointer : 0);
   out->registrationIsGlobal = 1;  // one registration serves all connections
   out->speedMbps = device.speedMbps;
-  out->port = 0;
+  out->port = device.port;
   out->latencyUs = 0;  // as NCCL's sockets: its own table has that of a network
   out->maxComms = 65536;
   out->maxReceives = nccl_abi::kMaxGroupedReceives;
@@ -146,14 +144,21 @@ Result acceptOn(void* listenComm, void** recvComm, DeviceHandle** deviceHandle) 
   });
 }
 
-// Host memory needs nothing, and has the null handle.
-Result registerMemory(void* /*comm*/, void* data, std::size_t bytes, int type, void** handle) {
+// Over sockets host memory needs nothing, and has the null handle.
+Result registerMemory(void* comm, void* data, std::size_t bytes, int type, void** handle) {
   return guarded("regMr", false, [&]() -> Status {
     if (handle != nullptr) *handle = nullptr;
-    if (type == nccl_abi::kHostPointer) return {};
+    if (type == nccl_abi::kHostPointer) {
+      if (handle == nullptr) return {};
+      Memory* made = nullptr;
+      Status status =
+          registerHostMemory(static_cast<const Connection*>(comm), data, bytes, &made);
+      *handle = made;
+      return status;
+    }
     if (type == nccl_abi::kDevicePointer && claimsDeviceMemory()) {
       if (handle == nullptr) return missing("the handle");
-      Registration* made = nullptr;
+      Memory* made = nullptr;
       Status status = registerDeviceMemory(data, bytes, &made);
       *handle = made;
       return status;
@@ -174,7 +179,7 @@ Result registerDmaBuf(void* /*comm*/, void* /*data*/, std::size_t /*bytes*/, int
 
 Result deregisterMemory(void* /*comm*/, void* handle) {
   return guarded("deregMr", false, [&]() -> Status {
-    if (handle != nullptr) deregisterDeviceMemory(static_cast<Registration*>(handle));
+    if (handle != nullptr) deregister(static_cast<Memory*>(handle));
     return {};
   });
 }
@@ -186,7 +191,7 @@ Result send(void* sendComm, void* data, std::size_t bytes, int tag, void* handle
     Request* made = nullptr;
     auto* connection = static_cast<SendConnection*>(static_cast<Connection*>(sendComm));
     const Status status =
-        connection->send(data, bytes, tag, static_cast<const Registration*>(handle), &made);
+        connection->send(data, bytes, tag, static_cast<const Memory*>(handle), &made);
     *request = made;
     return status;
   });
@@ -212,7 +217,7 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
         }
       }
       receives[i] = {data[i], static_cast<std::size_t>(bytes[i]), tags[i],
-                     handles != nullptr ? static_cast<const Registration*>(handles[i]) : nullptr};
+                     handles != nullptr ? static_cast<const Memory*>(handles[i]) : nullptr};
     }
     Request* made = nullptr;
     auto* connection = static_cast<ReceiveConnection*>(static_cast<Connection*>(recvComm));

@@ -7,6 +7,21 @@
 
 namespace hoccl::net_plugin {
 
+Status Endpoint::makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
+                          bool connecting) {
+  LinkChannel& channel = *this;
+  auto link = std::make_unique<VerbsLink>(channel, std::move(ground), connecting);
+  if (Status status = link->make(extent); !status) return status;
+  link_ = std::move(link);
+  return {};
+}
+
+bool Endpoint::tell(std::uint16_t kind, const void* payload, std::size_t bytes) {
+  if (!bundle_ || !bundle_->sendControl(kind, {}, payload, bytes)) return false;
+  said_ += sizeof(FrameHeader) + bytes;
+  return true;
+}
+
 bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, std::size_t bytes) {
   if (!flush()) return false;
   if (!bundle_->sendControl(static_cast<std::uint16_t>(kind), pack(control), payload, bytes)) {
@@ -16,18 +31,20 @@ bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, st
   return true;
 }
 
-void Endpoint::say(Kind kind, const Control& control) {
-  if (!sayNow(kind, control, nullptr, 0)) outbox_.push_back({kind, control});
+void Endpoint::say(Kind kind, const Control& control, const DirectPlace* place) {
+  if (sayNow(kind, control, place, place != nullptr ? sizeof *place : 0)) return;
+  outbox_.push_back({kind, control, place != nullptr ? *place : DirectPlace(), place != nullptr});
 }
 
 bool Endpoint::flush() {
   while (!outbox_.empty()) {
     const Waiting& first = outbox_.front();
-    if (!bundle_->sendControl(static_cast<std::uint16_t>(first.kind), pack(first.control), nullptr,
-                              0)) {
+    const std::size_t bytes = first.placed ? sizeof first.place : 0;
+    if (!bundle_->sendControl(static_cast<std::uint16_t>(first.kind), pack(first.control),
+                              &first.place, bytes)) {
       return false;
     }
-    said_ += sizeof(FrameHeader);
+    said_ += sizeof(FrameHeader) + bytes;
     outbox_.pop_front();
   }
   return true;
@@ -49,18 +66,23 @@ Status Endpoint::fail(const Status& status) {
   if (!failure_) return failure_;
   failure_ = status.inContext(fmt::format("{} {}", role_, peer_));
   logError("{}", failure_.message());
+  if (link_) link_->stop();  // the caller may do with its memory what it likes now
   bundle_.reset();
   return failure_;
 }
 
 void Endpoint::shut(bool linger) {
-  if (!bundle_) return;
+  if (!bundle_) {
+    if (link_) link_->stop();
+    return;
+  }
   const Deadline deadline = Deadline::afterMs(kLingerMs);
   (void)flush();
   while (linger && !bundle_->gone() && !bundle_->drained() && !deadline.passed()) {
     const timespec pause{0, 100000};
     ::nanosleep(&pause, nullptr);
   }
+  if (link_) link_->stop();
   bundle_.reset();
 }
 

@@ -19,8 +19,10 @@ constexpr std::uint64_t kCreditBatch = kEagerWindow / 2;
 
 }  // namespace
 
-ReceiveEnd::ReceiveEnd(std::string peer)
-    : mayAhead_(!DeviceMemory::ofThisProcess().claimed()), end_("receiving from", std::move(peer)) {
+ReceiveEnd::ReceiveEnd(std::string peer, std::shared_ptr<const VerbsGround> ground)
+    : ground_(std::move(ground)),
+      mayAhead_(!DeviceMemory::ofThisProcess().claimed()),
+      end_("receiving from", std::move(peer)) {
   freeSlots_.reserve(kReceiveSlots);
   freeRequests_.reserve(kReceiveSlots);
   for (std::size_t i = kReceiveSlots; i-- > 0;) {
@@ -29,6 +31,46 @@ ReceiveEnd::ReceiveEnd(std::string peer)
     freeRequests_.push_back(static_cast<std::uint16_t>(i));
   }
 }
+
+ReceiveEnd::~ReceiveEnd() {
+  leave();
+  // What has arrived may not have been acknowledged when the queue pairs go.
+  if (end_.link() != nullptr && end_.bundle() != nullptr) end_.link()->sayBye();
+}
+
+Status ReceiveEnd::progressLink() {
+  VerbsLink* const link = end_.link();
+  if (link == nullptr || !end_.failure()) return end_.failure();
+  link->progress();
+  Control control;
+  for (std::uint32_t slot = 0; link->takeMore(&slot, &control.limit);) {
+    control.tag = slots_[slot].tag->tag;
+    control.index = slots_[slot].index;
+    control.place = {slot, slots_[slot].turn};
+    end_.say(Kind::More, control);
+  }
+  return link->failure();
+}
+
+Status ReceiveEnd::advanceSetUp(bool* stands) {
+  *stands = end_.link() == nullptr;
+  if (*stands) return {};
+  bool gone = false;
+  if (Status status = progress(&gone); !status) return status;
+  if (Status status = progressLink(); !status) return end_.fail(status);
+  *stands = end_.link()->stands();
+  if (*stands) join();
+  return gone && !*stands ? end_.fail(end_.whyGone()) : Status();
+}
+
+void ReceiveEnd::attend() {
+  if (!end_.failure()) return;
+  bool gone = false;
+  if (!progress(&gone)) return;
+  if (Status status = progressLink(); !status) (void)end_.fail(status);
+}
+
+bool ReceiveEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
 
 ReceiveEnd::TagState* ReceiveEnd::stateOf(int tag) {
   if (last_ != nullptr && lastTag_ == tag) return last_;
@@ -51,6 +93,8 @@ Status ReceiveEnd::progress(bool* gone) {
 
 Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
   *out = nullptr;
+  const Turn turn(*this);
+  if (!turn) return {};  // later
   if (!end_.failure()) return end_.failure();
   std::array<TagState*, nccl_abi::kMaxGroupedReceives> tags{};
   for (std::size_t i = 0; i < receives.size(); ++i) {
@@ -87,10 +131,17 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.staged = nullptr;
   slot.small = false;
   slot.asked = 0;
-  if (receive.memory != nullptr) {
+  slot.rails = nullptr;
+  slot.direct = false;
+  if (receive.memory != nullptr && receive.memory->device == nullptr && end_.link() != nullptr &&
+      receive.bytes > kEagerBytes &&
+      end_.link()->reaches(receive.memory->rails.get(), receive.data, receive.bytes)) {
+    slot.rails = receive.memory->rails;
+  }
+  if (receive.memory != nullptr && receive.memory->device != nullptr) {
     if (!slot.ownStaged) slot.ownStaged = std::make_unique<StagedReceive>();
     slot.staged = slot.ownStaged.get();
-    slot.staged->begin(receive.memory->shared_from_this(), receive.data);
+    slot.staged->begin(receive.memory->device->shared_from_this(), receive.data);
     staging_.push_back(&slot);
   }
   slot.total.store(0, std::memory_order_relaxed);
@@ -165,12 +216,25 @@ void ReceiveEnd::sayPosted(Slot& slot, std::uint64_t limit) {
   control.bytes = slot.capacity;
   control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
   control.limit = limit;
-  end_.say(Kind::Posted, control);
+  if (slot.rails == nullptr || slot.done) return end_.say(Kind::Posted, control);
+  DirectPlace place;
+  end_.link()->open(control.place.slot, slot.data, slot.capacity, *slot.rails, &place);
+  slot.direct = true;
+  end_.say(Kind::Posted, control, &place);
 }
 
 bool ReceiveEnd::finished(Slot& slot) {
   if (slot.done) return true;
   if (slot.staged != nullptr) return false;  // progressStaged tells
+  if (slot.direct) {
+    const auto at = static_cast<std::uint32_t>(&slot - slots_.data());
+    const VerbsLink::Coming& coming = end_.link()->coming(at);
+    if (coming.whole) {
+      slot.tag->wasted = 0;
+      finish(slot, coming.total);
+      return true;
+    }
+  }
   // All that has been given a place is there, and so nobody writes there any more.
   const std::uint64_t received = slot.received.load(std::memory_order_acquire);
   if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
@@ -238,6 +302,9 @@ void ReceiveEnd::takeOff(Slot& slot, std::uint64_t bytes) {
   if (slot.tag == ahead_) {
     openAhead_[slot.index % kReceiveSlots].index.store(kNoIndex, std::memory_order_release);
   }
+  if (slot.direct) end_.link()->close(static_cast<std::uint32_t>(&slot - slots_.data()));
+  slot.direct = false;
+  slot.rails = nullptr;
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
   open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
@@ -254,6 +321,8 @@ void ReceiveEnd::gaveBack(TagState& tag) {
 
 Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
   *done = false;
+  const Turn turn(*this);
+  if (!turn) return {};
   auto* const request = static_cast<ReceiveRequest*>(base);
   const auto allFinished = [&] {
     for (std::size_t i = 0; i < request->count; ++i) {
@@ -261,8 +330,10 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
     }
     return true;
   };
-  if (!allFinished()) {
-    if (!end_.failure()) return end_.failure();
+  // What the queue pairs have brought is there even if they have failed since.
+  Status linked;
+  if (!allFinished() && !(linked = progressLink(), allFinished())) {
+    if (!linked) return end_.fail(linked);
     bool gone = false;
     if (Status status = progress(&gone); !status) return status;
     gone = gone || overdue(*request);
@@ -399,6 +470,8 @@ Status ReceiveEnd::heardAnnounce(const Control& control) {
 }
 
 std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  VerbsLink* const link = end_.end_.link();
+  if (link != nullptr && VerbsLink::owns(header.kind)) return link->place(header, bad);
   if (header.kind == static_cast<std::uint16_t>(Kind::Data)) {
     return end_.dataSink_.place(header, bad);  // of a message that is not worth another thread
   }
@@ -411,6 +484,9 @@ std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad
 void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
   ReceiveEnd& end = end_;
   if (!end.heardBad_) return;
+  if (end.end_.link() != nullptr && VerbsLink::owns(header.kind)) {
+    return end.end_.link()->arrived(header);
+  }
   switch (static_cast<Kind>(header.kind)) {
     case Kind::Message:
       if (!end.coming_) end.heardBad_ = end.begin(header);  // without a payload

@@ -9,20 +9,30 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plugin-net/attendant.h"
 #include "plugin-net/endpoint.h"
 #include "plugin-net/staged_receive.h"
 
 namespace hoccl::net_plugin {
 
-class ReceiveEnd final : public ReceiveConnection {
+class ReceiveEnd final : public ReceiveConnection, private Attended {
  public:
-  explicit ReceiveEnd(std::string peer);
+  ReceiveEnd(std::string peer, std::shared_ptr<const VerbsGround> ground);
+  ~ReceiveEnd() override;
 
   Status receive(std::span<const Receive> receives, Request** out) override;
   Status test(Request* request, bool* done, int* sizes) override;
 
+  [[nodiscard]] const std::shared_ptr<const VerbsGround>& ground() const override {
+    return ground_;
+  }
+
+  // --- Set-up, as SendEnd's.
+  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, false); }
   [[nodiscard]] FrameSink& dataSink() { return dataSink_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
+  void startLink() { end_.startLink(); }
+  Status advanceSetUp(bool* stands);
 
  private:
   struct TagState;
@@ -33,6 +43,8 @@ class ReceiveEnd final : public ReceiveConnection {
     std::byte* data = nullptr;
     std::uint64_t capacity = 0;
     StagedReceive* staged = nullptr;      ///< into device memory: in place of `data` and `received`
+    std::shared_ptr<const RailMemory> rails;  ///< it lies in, where pieces may come by queue pairs
+    bool direct = false;                      ///< the sender has been told so
     std::atomic<std::uint32_t> gate{0};   ///< the turn whose pieces may come; 0: none
     std::atomic<std::uint64_t> total{0};  ///< of the message, from its first piece on
     std::atomic<std::uint64_t> reserved{0};  ///< bytes that have been given a place
@@ -104,6 +116,13 @@ class ReceiveEnd final : public ReceiveConnection {
 
   [[nodiscard]] TagState* stateOf(int tag);
   Status progress(bool* gone);
+  Status progressLink();
+  // Attended.
+  void attend() override;
+  [[nodiscard]] bool uneasy() const override;
+  [[nodiscard]] int controlFd() override { return end_.bundle() ? end_.bundle()->controlFd() : -1; }
+  [[nodiscard]] int workFd() override { return end_.link()->set().workFd(); }
+  void work() override { end_.link()->set().work(); }
   void open(Slot& slot, const Receive& receive, TagState& tag);
   /// Its index may be asked for; `takesPieces` unless its message is here already, as a small one.
   void openAhead(Slot& slot, bool takesPieces);
@@ -127,6 +146,7 @@ class ReceiveEnd final : public ReceiveConnection {
   void end();
   Status heardAnnounce(const Control& control);
 
+  const std::shared_ptr<const VerbsGround> ground_;
   ControlSink controlSink_{*this};
   DataSink dataSink_{*this};
   Status heardBad_;  ///< what the peer said makes no sense, or does not fit

@@ -57,7 +57,7 @@ Status MemoryRegion::create(const Nic& nic, const VerbsSettings& settings, void*
   if (!region.mr_) {
     const int error = errorOf(ENOMEM);
     const Status why = Status::fromErrno(
-        fmt::format("{} cannot register {} bytes of staging memory", nic.text(), bytes), error);
+        fmt::format("{} cannot register {} bytes of memory", nic.text(), bytes), error);
     const bool memory = error == ENOMEM || error == EAGAIN || error == EPERM;
     return Status::error(Code::System, why.message() + (memory ? memlockText() : std::string()));
   }

@@ -1,0 +1,130 @@
+#include "plugin-net/devices.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+
+#include "common/base/host_identity.h"
+#include "common/base/log.h"
+#include "common/net/verbs/verbs_library.h"
+#include "plugin-net/rail_memory.h"
+
+namespace hoccl::net_plugin {
+namespace {
+
+/// What NCCL's sockets tell where the system does not know: the choice of algorithms stays the
+/// same.
+constexpr int kDefaultSpeedMbps = 10000;
+constexpr std::size_t kDevicesNamed = 8;
+
+// The same on no other interface or host: FNV-1a, 64 bits (Fowler, Noll, Vo).
+std::uint64_t guidOf(const std::string& host, const std::string& interface) {
+  std::uint64_t hash = 0xcbf29ce484222325ull;
+  for (const unsigned char byte : host + '/' + interface) hash = (hash ^ byte) * 0x100000001b3ull;
+  return hash;
+}
+
+int speedOf(std::uint32_t mbps) { return mbps > 0 ? static_cast<int>(mbps) : kDefaultSpeedMbps; }
+
+Status openRails(const Config& config, VerbsGround* out) {
+  if (const char* disable = std::getenv("NCCL_IB_DISABLE");
+      disable && std::string_view(disable) == "1") {
+    return Status::error(Code::Unsupported, "NCCL_IB_DISABLE=1");
+  }
+  if (Status s = VerbsSettings::fromEnvironment(config, &out->settings); !s) return s;
+  const VerbsLibrary* library = nullptr;
+  if (Status status = VerbsLibrary::load(&library); !status) return status;
+  return openNics(*library, out->settings, &out->nics);
+}
+
+/// A device for each port, so that NCCL picks the one near its GPU, as it does over its own verbs.
+void addPorts(const VerbsGround& all, const Interface& interface, DeviceList* out) {
+  const std::string host = nodeKey();
+  for (const std::shared_ptr<const Nic>& nic : all.nics) {
+    auto ground = std::make_shared<VerbsGround>();
+    ground->settings = all.settings;
+    ground->nics = {nic};
+    Device device;
+    device.name = nic->device();
+    device.pciPath = nic->pciPath();
+    device.guid = nic->guid() != 0 ? nic->guid() : guidOf(host, nic->device());
+    device.speedMbps = speedOf(nic->speedMbps());
+    device.port = nic->port();
+    device.interface = interface;
+    device.ground = std::move(ground);
+    out->push_back(std::move(device));
+  }
+}
+
+}  // namespace
+
+Status findDevices(const Config& config, DeviceList* out, std::string* remark) {
+  InterfaceChoice choice;
+  if (Status status = InterfaceChoice::fromEnvironment(config, &choice); !status) return status;
+  std::vector<Interface> interfaces;
+  if (Status status = chooseInterfaces(choice, &interfaces); !status) return status;
+  if (config.transport == "auto" || config.transport == "verbs") {
+    VerbsGround all;
+    const Status status = openRails(config, &all);
+    if (status) {
+      addPorts(all, interfaces.front(), out);
+      return {};
+    }
+    if (config.transport == "verbs") return status.inContext("HOCCL_TRANSPORT=verbs");
+    if (status.code() == Code::InvalidConfig) {
+      logWarn("{}; tcp is used", status.message());
+    } else {
+      *remark = "no verbs: " + status.message();
+    }
+  }
+  const std::string host = nodeKey();
+  for (Interface& interface : interfaces) {
+    Device device;
+    device.name = interface.name;
+    device.pciPath = interface.pciPath;
+    device.guid = guidOf(host, interface.name);
+    device.speedMbps = speedOf(interface.speedMbps);
+    device.interface = std::move(interface);
+    out->push_back(std::move(device));
+  }
+  return {};
+}
+
+std::string textOf(const DeviceList& devices) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(devices.size(), kDevicesNamed); ++i) {
+    const Device& device = devices[i];
+    std::string address = device.interface.address.text();
+    address.resize(address.rfind(':'));  // the port, which is 0
+    text += i == 0 ? "" : ", ";
+    if (!device.ground) {
+      text += fmt::format("{} ({})", device.name, address);
+      continue;
+    }
+    for (std::size_t n = 0; n < device.ground->nics.size(); ++n) {
+      text += (n == 0 ? "" : "+") + device.ground->nics[n]->text();
+    }
+  }
+  if (devices.size() > kDevicesNamed) {
+    text += fmt::format(" and {} more", devices.size() - kDevicesNamed);
+  }
+  return text;
+}
+
+bool sameDevices(const DeviceList& a, const DeviceList& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Device& x, const Device& y) {
+    if (x.name != y.name || x.port != y.port || x.guid != y.guid ||
+        x.interface.address != y.interface.address || !x.ground != !y.ground) {
+      return false;
+    }
+    return !x.ground || std::equal(x.ground->nics.begin(), x.ground->nics.end(),
+                                   y.ground->nics.begin(), y.ground->nics.end(),
+                                   [](const auto& m, const auto& n) {
+                                     return m->text() == n->text();
+                                   });
+  });
+}
+
+}  // namespace hoccl::net_plugin
