@@ -3,10 +3,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <climits>
 #include <exception>
 #include <new>
+#include <span>
 
 #include "common/base/log.h"
 #include "common/base/nccl_result.h"
@@ -92,12 +94,31 @@ Result getProperties(int index, Properties* out) {
     if constexpr (requires { out->virtualDevice; }) {
       out->virtualDevice.count = 1;
       out->virtualDevice.devices[0] = index;
+      if (!device->members.empty()) {
+        out->virtualDevice.count = static_cast<int>(device->members.size());
+        std::copy(device->members.begin(), device->members.end(), out->virtualDevice.devices);
+      }
       out->maxPointToPointBytes = nccl_abi::kMaxMessageBytes;
       out->maxCollectiveBytes = nccl_abi::kMaxMessageBytes;
     }
     if constexpr (requires { out->maxMultiRequests; }) out->maxMultiRequests = 1;
     if constexpr (requires { out->rail; }) out->rail = out->plane = nccl_abi::kNoRail;
     return {};
+  });
+}
+
+// NCCL asks for what its topology suggests (NCCL_NET_MERGE_LEVEL), and goes on where it is refused.
+template <int kDevices>
+Result makeVDevice(int* index, nccl_abi::VirtualDevice<kDevices>* of) {
+  return guarded("makeVDevice", true, [&]() -> Status {
+    if (index == nullptr || of == nullptr) return missing("the number or the devices");
+    if (of->count < 1 || of->count > kDevices) {
+      return Status::error(Code::InvalidArgument, "number of devices");
+    }
+    const std::span<const int> members(of->devices, static_cast<std::size_t>(of->count));
+    Status status = makeVirtualDevice(members, index);
+    if (!status) logDebug("makeVDevice: {}", status.message());
+    return status;
   });
 }
 
@@ -341,7 +362,7 @@ Result finalize(void* context) {
 }
 
 // The entries that all versions have alike. Null where NCCL allows it and there is nothing to
-// offer: device-side networking, NICs merged into one, hints about the traffic to come.
+// offer: device-side networking, hints about the traffic to come.
 template <typename Net, typename Properties>
 constexpr Net withCommonEntries() {
   Net net{};
@@ -376,6 +397,7 @@ constexpr nccl_abi::NetV9 makeV9() {
   net.connect = connectAlone;
   net.isend = sendV9;
   net.irecv = receiveV9;
+  net.makeVDevice = makeVDevice<4>;
   return net;
 }
 constexpr nccl_abi::NetV10 makeV10() {
@@ -385,6 +407,7 @@ constexpr nccl_abi::NetV10 makeV10() {
   net.connect = connectV10;
   net.isend = sendV10;
   net.irecv = receiveV10;
+  net.makeVDevice = makeVDevice<4>;
   return net;
 }
 template <typename Net, typename Properties, int kVersion>
@@ -396,6 +419,7 @@ constexpr Net makeWithContext() {
   net.isend = sendV10;
   net.irecv = receiveV10;
   net.finalize = finalize;
+  net.makeVDevice = makeVDevice;  // of that version's number of devices
   return net;
 }
 

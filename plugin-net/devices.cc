@@ -47,7 +47,11 @@ void addPorts(const VerbsGround& all, const Interface& interface, DeviceList* ou
     ground->settings = all.settings;
     ground->nics = {nic};
     Device device;
-    device.name = nic->device();
+    // NCCL finds devices by their names.
+    const bool known = std::any_of(out->begin(), out->end(), [&](const Device& other) {
+      return other.name == nic->device();
+    });
+    device.name = known ? fmt::format("{}:{}", nic->device(), unsigned{nic->port()}) : nic->device();
     device.pciPath = nic->pciPath();
     device.guid = nic->guid() != 0 ? nic->guid() : guidOf(host, nic->device());
     device.speedMbps = speedOf(nic->speedMbps());
@@ -114,17 +118,57 @@ std::string textOf(const DeviceList& devices) {
 }
 
 bool sameDevices(const DeviceList& a, const DeviceList& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Device& x, const Device& y) {
-    if (x.name != y.name || x.port != y.port || x.guid != y.guid ||
-        x.interface.address != y.interface.address || !x.ground != !y.ground) {
-      return false;
+  const auto own = [](const DeviceList& list) {
+    return std::find_if(list.begin(), list.end(),
+                        [](const Device& device) { return !device.members.empty(); });
+  };
+  const auto sameNics = [](const VerbsGround& x, const VerbsGround& y) {
+    return std::equal(x.nics.begin(), x.nics.end(), y.nics.begin(), y.nics.end(),
+                      [](const auto& m, const auto& n) { return m->text() == n->text(); });
+  };
+  return std::equal(
+      a.begin(), own(a), b.begin(), own(b), [&](const Device& x, const Device& y) {
+        return x.name == y.name && x.port == y.port && x.guid == y.guid &&
+               x.interface.address == y.interface.address && !x.ground == !y.ground &&
+               (!x.ground || sameNics(*x.ground, *y.ground));
+      });
+}
+
+Status mergeDevices(const DeviceList& all, std::span<const int> members, Device* out) {
+  if (members.empty()) return Status::error(Code::InvalidArgument, "one device of none");
+  auto ground = std::make_shared<VerbsGround>();
+  Device merged;
+  for (const int member : members) {
+    if (member < 0 || static_cast<std::size_t>(member) >= all.size()) {
+      return Status::error(Code::InvalidArgument,
+                           fmt::format("device {}, and there are {}", member, all.size()));
     }
-    return !x.ground || std::equal(x.ground->nics.begin(), x.ground->nics.end(),
-                                   y.ground->nics.begin(), y.ground->nics.end(),
-                                   [](const auto& m, const auto& n) {
-                                     return m->text() == n->text();
-                                   });
-  });
+    const Device& device = all[static_cast<std::size_t>(member)];
+    const bool again = std::find(merged.members.begin(), merged.members.end(), member) !=
+                       merged.members.end();
+    if (!device.ground || !device.members.empty() || again ||
+        ground->nics.size() >= kMostRails) {
+      return Status::error(Code::InvalidArgument,
+                           fmt::format("{} cannot be made part of one device", device.name));
+    }
+    if (merged.members.empty()) {
+      merged = device;
+      ground->settings = device.ground->settings;
+    } else {
+      if (device.ground->nics[0]->address().linkLayer != ground->nics[0]->address().linkLayer) {
+        return Status::error(Code::InvalidArgument,
+                             fmt::format("{} and {}: one is InfiniBand and the other Ethernet",
+                                         merged.name, device.name));
+      }
+      merged.name += "+" + device.name;
+      merged.speedMbps += device.speedMbps;
+    }
+    ground->nics.push_back(device.ground->nics[0]);
+    merged.members.push_back(member);
+  }
+  merged.ground = std::move(ground);
+  *out = std::move(merged);
+  return {};
 }
 
 }  // namespace hoccl::net_plugin

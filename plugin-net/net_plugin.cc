@@ -40,7 +40,7 @@ struct Attempt {
 // while the process ends.
 struct Process {
   std::mutex mutex;  // never held while a connection closes, nor on the data path
-  std::vector<std::unique_ptr<const DeviceList>> lists;  // all there have been: names are kept
+  std::vector<std::unique_ptr<DeviceList>> lists;  // all there have been: names are kept
   BundleOptions options;
   std::uint64_t inlineBytes = 0;
   std::vector<std::unique_ptr<Context>> contexts;
@@ -229,6 +229,23 @@ Status deviceAt(int index, const Device** out) {
   Process& all = process();
   const std::lock_guard<std::mutex> lock(all.mutex);
   return deviceIn(all, index, out);
+}
+
+Status makeVirtualDevice(std::span<const int> members, int* out) {
+  Process& all = process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  Device merged;
+  if (Status status = mergeDevices(all.devices(), members, &merged); !status) return status;
+  DeviceList& list = *all.lists.back();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    *out = static_cast<int>(i);
+    if (list[i].members == merged.members) return {};  // once for all communicators
+  }
+  logInfo("device {} is {}: {} NICs for each connection", list.size(), merged.name,
+          members.size());
+  *out = static_cast<int>(list.size());
+  list.push_back(std::move(merged));
+  return {};
 }
 
 Status listen(Context* context, int device, void* handle, Listener** out) {

@@ -28,6 +28,7 @@ struct Device {
   std::uint64_t guid = 0;  ///< the same on no other adapter or host
   int speedMbps = 0;
   int port = 0;
+  std::vector<int> members;  ///< of one made by makeVirtualDevice; else empty
   Interface interface;
   std::shared_ptr<const VerbsGround> ground;  ///< null: no NIC
 };
@@ -99,6 +100,10 @@ void finalise(Context* context);
 /// Those of the last `initialise`.
 [[nodiscard]] std::size_t deviceCount();
 Status deviceAt(int index, const Device** out);
+
+/// Makes one device of several, whose connections use the NICs of all of them. Its number is behind
+/// those there are. Refused where one has no NIC or is itself made of several.
+Status makeVirtualDevice(std::span<const int> members, int* out);
 
 /// Fills the 128 bytes of `handle`, which NCCL takes to the peer.
 Status listen(Context* context, int device, void* handle, Listener** out);

@@ -1,7 +1,9 @@
 #include "test/conformance/processes.h"
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -84,6 +86,43 @@ struct OutputPipe {
   }
 };
 
+// --- Pairs whose processes run in two guests of the RDMA lab, each of which runs this program.
+
+/// Tests of such a program go in step, and so do the channels of their pairs.
+int channelToNode(int node, const char* peer) {
+  constexpr double kSeconds = 30;
+  static std::uint16_t port = 17000;
+  ++port;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  const double start = now();
+  if (node == 0) {
+    const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int on = 1;
+    ::setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (::bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+        ::listen(listener, 1) != 0) {
+      std::abort();
+    }
+    pollfd comes{listener, POLLIN, 0};
+    const bool came = ::poll(&comes, 1, static_cast<int>(kSeconds * 1000)) == 1;
+    const int channel = came ? ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC) : -1;
+    ::close(listener);
+    return channel;
+  }
+  ::inet_pton(AF_INET, peer, &address.sin_addr);
+  while (now() - start < kSeconds) {
+    const int channel = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (::connect(channel, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
+      return channel;
+    }
+    ::close(channel);
+    ::usleep(20000);
+  }
+  return -1;
+}
+
 }  // namespace
 
 void giveUp(const char* file, int line, const std::string& what) {
@@ -136,6 +175,20 @@ std::string Outcome::text() const {
 
 Outcome runPair(const std::function<void(const Side&)>& body, double seconds) {
   OutputPipe output;
+  const char *node = std::getenv("NODE"), *nodes = std::getenv("NODES");
+  const char* peer = std::getenv("PEER_MANAGEMENT_ADDRESS");
+  if (node != nullptr && nodes != nullptr && peer != nullptr && std::string(nodes) == "2") {
+    const int rank = std::atoi(node);
+    const int channel = channelToNode(rank, peer);
+    const pid_t child = startChild(output.ends[1], [&] {
+      ::close(output.ends[0]);
+      if (channel < 0) giveUp(__FILE__, __LINE__, "the other node of the test does not come");
+      body(Side(rank, channel));
+    });
+    if (channel >= 0) ::close(channel);
+    ::close(output.ends[1]);
+    return waitFor({child}, output.ends[0], seconds);
+  }
   int channel[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, channel) != 0) std::abort();
   std::vector<pid_t> children;

@@ -59,7 +59,8 @@ struct Outcome {
   [[nodiscard]] std::string text() const;
 };
 
-/// Two processes that run `body` with their side; killed after `seconds`.
+/// Two processes that run `body` with their side; killed after `seconds`. In two guests of the RDMA
+/// lab (docs/rdma-lab.md): one in each, and this is about the one here.
 Outcome runPair(const std::function<void(const Side&)>& body, double seconds = 30);
 /// One process.
 Outcome runAlone(const std::function<void()>& body, double seconds = 30);

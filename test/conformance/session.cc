@@ -102,12 +102,12 @@ void* Session::listen(Handle* handle, int device) {
   return listener;
 }
 
-void* Session::connect(const Handle& handle, double seconds) {
+void* Session::connect(const Handle& handle, double seconds, int device) {
   Handle own = handle;
   void* comm = nullptr;
   const double start = now();
   while (comm == nullptr) {
-    REQUIRE_OK(atOnce("connect", [&] { return net_->connect(context_, 0, own.data(), &comm); }));
+    REQUIRE_OK(atOnce("connect", [&] { return net_->connect(context_, device, own.data(), &comm); }));
     REQUIRE(now() - start < seconds);
     ::sched_yield();
   }
@@ -125,15 +125,15 @@ void* Session::accept(void* listener, double seconds) {
   return comm;
 }
 
-void* Session::connectPair(const Side& side, int from) {
+void* Session::connectPair(const Side& side, int from, int device) {
   Handle handle;
   if (side.rank() == from) {
     side.take(handle.data(), handle.size());
-    return connect(handle);
+    return connect(handle, 10, device);
   }
-  void* const listener = listen(&handle);
+  void* const listener = listen(&handle, device);
   side.give(handle.data(), handle.size());
-  void* const comm = accept(listener);
+  void* const comm = accept(listener, 10);
   REQUIRE_OK(net_->closeListen(listener));
   return comm;
 }
