@@ -172,8 +172,7 @@ Result registerMemory(void* comm, void* data, std::size_t bytes, int type, void*
     if (type == nccl_abi::kHostPointer) {
       if (handle == nullptr) return {};
       Memory* made = nullptr;
-      Status status =
-          registerHostMemory(static_cast<const Connection*>(comm), data, bytes, &made);
+      Status status = registerHostMemory(static_cast<const Connection*>(comm), data, bytes, &made);
       *handle = made;
       return status;
     }

@@ -17,10 +17,10 @@ namespace hoccl::net_plugin {
 
 /// A connection, as the thread knows it.
 struct Entry {
-  std::mutex mutex;               ///< held while the thread works on it, and while it leaves
-  Attended* attended = nullptr;   ///< null: it has left
+  std::mutex mutex;              ///< held while the thread works on it, and while it leaves
+  Attended* attended = nullptr;  ///< null: it has left
   int controlFd = -1, workFd = -1;
-  std::uint64_t dueNs = 0;        ///< when it is looked at; 0: once its sockets say something
+  std::uint64_t dueNs = 0;  ///< when it is looked at; 0: once its sockets say something
   std::uint64_t turnsSeen = 0;
 };
 

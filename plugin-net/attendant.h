@@ -1,9 +1,9 @@
 #pragma once
 
-// A thread that looks after connections with queue pairs while nobody calls them: it makes new queue
-// pairs for ones that have failed (which may wait), and answers a peer that has lost one. Without it
-// a peer would wait for an answer until this side's next call, which may never come. One thread for
-// all connections of the process; there is none while there are no such connections.
+// A thread that looks after connections with queue pairs while nobody calls them: it makes new
+// queue pairs for ones that have failed (which may wait), and answers a peer that has lost one.
+// Without it a peer would wait for an answer until this side's next call, which may never come. One
+// thread for all connections of the process; there is none while there are no such connections.
 //
 // It and the caller take turns without waiting: who does not get the turn comes again.
 

@@ -48,10 +48,10 @@ void addPorts(const VerbsGround& all, const Interface& interface, DeviceList* ou
     ground->nics = {nic};
     Device device;
     // NCCL finds devices by their names.
-    const bool known = std::any_of(out->begin(), out->end(), [&](const Device& other) {
-      return other.name == nic->device();
-    });
-    device.name = known ? fmt::format("{}:{}", nic->device(), unsigned{nic->port()}) : nic->device();
+    const bool known = std::any_of(
+        out->begin(), out->end(), [&](const Device& other) { return other.name == nic->device(); });
+    device.name =
+        known ? fmt::format("{}:{}", nic->device(), unsigned{nic->port()}) : nic->device();
     device.pciPath = nic->pciPath();
     device.guid = nic->guid() != 0 ? nic->guid() : guidOf(host, nic->device());
     device.speedMbps = speedOf(nic->speedMbps());
@@ -126,12 +126,11 @@ bool sameDevices(const DeviceList& a, const DeviceList& b) {
     return std::equal(x.nics.begin(), x.nics.end(), y.nics.begin(), y.nics.end(),
                       [](const auto& m, const auto& n) { return m->text() == n->text(); });
   };
-  return std::equal(
-      a.begin(), own(a), b.begin(), own(b), [&](const Device& x, const Device& y) {
-        return x.name == y.name && x.port == y.port && x.guid == y.guid &&
-               x.interface.address == y.interface.address && !x.ground == !y.ground &&
-               (!x.ground || sameNics(*x.ground, *y.ground));
-      });
+  return std::equal(a.begin(), own(a), b.begin(), own(b), [&](const Device& x, const Device& y) {
+    return x.name == y.name && x.port == y.port && x.guid == y.guid &&
+           x.interface.address == y.interface.address && !x.ground == !y.ground &&
+           (!x.ground || sameNics(*x.ground, *y.ground));
+  });
 }
 
 Status mergeDevices(const DeviceList& all, std::span<const int> members, Device* out) {
@@ -144,10 +143,9 @@ Status mergeDevices(const DeviceList& all, std::span<const int> members, Device*
                            fmt::format("device {}, and there are {}", member, all.size()));
     }
     const Device& device = all[static_cast<std::size_t>(member)];
-    const bool again = std::find(merged.members.begin(), merged.members.end(), member) !=
-                       merged.members.end();
-    if (!device.ground || !device.members.empty() || again ||
-        ground->nics.size() >= kMostRails) {
+    const bool again =
+        std::find(merged.members.begin(), merged.members.end(), member) != merged.members.end();
+    if (!device.ground || !device.members.empty() || again || ground->nics.size() >= kMostRails) {
       return Status::error(Code::InvalidArgument,
                            fmt::format("{} cannot be made part of one device", device.name));
     }

@@ -13,8 +13,8 @@
 
 namespace hoccl::net_plugin {
 
-/// What both ends have: the sockets, the queue pairs if there are any, control messages that did not
-/// go out at once, and how it ends.
+/// What both ends have: the sockets, the queue pairs if there are any, control messages that did
+/// not go out at once, and how it ends.
 class Endpoint final : private LinkChannel {
  public:
   /// `peer`: who is at the other end, for messages.

@@ -25,8 +25,8 @@ void packHandle(const ListenerAddress& address, void* handle);
 /// An error that says whose handle it is, if it is not one of this version.
 Status unpackHandle(const void* handle, ListenerAddress* out);
 
-/// This process, as `describe` shows it to the peer, and the queue pairs it has (connecting) or both
-/// use (accepting); none: all goes over the sockets.
+/// This process, as `describe` shows it to the peer, and the queue pairs it has (connecting) or
+/// both use (accepting); none: all goes over the sockets.
 BundleHello makeHello(const PathExtent& extent = {});
 PathExtent extentOf(const BundleHello& hello);
 /// "node17, process 4711, at 10.0.0.1:4242".

@@ -108,9 +108,10 @@ Status chooseDevices(int abiVersion, const Config& config, Process& all) {
   if (!all.lists.empty() && sameDevices(*all.lists.back(), *list)) return {};
   const std::shared_ptr<const VerbsGround>& ground = list->front().ground;
   const std::string how =
-      ground ? fmt::format("verbs ({} queue pairs a NIC and connection)", ground->settings.qpsPerPeer)
-             : fmt::format("tcp ({} threads, {} data sockets a connection)", options.threads,
-                           options.threads * options.socketsPerThread);
+      ground
+          ? fmt::format("verbs ({} queue pairs a NIC and connection)", ground->settings.qpsPerPeer)
+          : fmt::format("tcp ({} threads, {} data sockets a connection)", options.threads,
+                        options.threads * options.socketsPerThread);
   logInfo("HOCCL {}, plugin interface v{}, transport {}, {} devices: {}{}{}", versionText(),
           abiVersion, how, list->size(), textOf(*list), remark.empty() ? "" : "; ", remark);
   all.lists.push_back(std::move(list));
@@ -241,8 +242,7 @@ Status makeVirtualDevice(std::span<const int> members, int* out) {
     *out = static_cast<int>(i);
     if (list[i].members == merged.members) return {};  // once for all communicators
   }
-  logInfo("device {} is {}: {} NICs for each connection", list.size(), merged.name,
-          members.size());
+  logInfo("device {} is {}: {} NICs for each connection", list.size(), merged.name, members.size());
   *out = static_cast<int>(list.size());
   list.push_back(std::move(merged));
   return {};
@@ -254,7 +254,8 @@ Status listen(Context* context, int device, void* handle, Listener** out) {
   const Device* on = nullptr;
   if (Status status = deviceIn(all, device, &on); !status) return status;
   std::unique_ptr<BundleListener> socket;
-  if (Status status = BundleListener::open(on->interface.address, optionsFor(all, *on), &socket); !status) {
+  if (Status status = BundleListener::open(on->interface.address, optionsFor(all, *on), &socket);
+      !status) {
     return status.inContext(on->interface.name);
   }
   packHandle({socket->address(), socket->nonce()}, handle);
@@ -279,9 +280,8 @@ Status connect(Context* context, int device, const void* handle, SendConnection*
     made.context = context;
     made.device = device;
     std::memcpy(made.handle.data(), handle, made.handle.size());
-    if (Status status =
-            Connecting::begin(*from, handle, optionsFor(all, *from), all.inlineBytes,
-                              &made.connecting);
+    if (Status status = Connecting::begin(*from, handle, optionsFor(all, *from), all.inlineBytes,
+                                          &made.connecting);
         !status) {
       return status;
     }

@@ -19,9 +19,9 @@ namespace hoccl::net_plugin {
 
 struct VerbsGround;
 
-/// A device as NCCL sees it: a network interface, or an RDMA NIC's port and the interface over which
-/// its connections are set up. Stays where it is while the library is loaded, so that names may be
-/// kept.
+/// A device as NCCL sees it: a network interface, or an RDMA NIC's port and the interface over
+/// which its connections are set up. Stays where it is while the library is loaded, so that names
+/// may be kept.
 struct Device {
   std::string name;
   std::string pciPath;     ///< in sysfs, links resolved; empty: none
@@ -118,8 +118,8 @@ void close(Connection* connection);
 
 /// Device memory is claimed (HOCCL_NET_STAGING=1).
 [[nodiscard]] bool claimsDeviceMemory();
-/// What regMr and deregMr do. Device memory: nothing is pinned, and nothing waited for in the first.
-/// Host memory: pinned for the NICs of the connection, if it has any; else `out` is null.
+/// What regMr and deregMr do. Device memory: nothing is pinned, and nothing waited for in the
+/// first. Host memory: pinned for the NICs of the connection, if it has any; else `out` is null.
 Status registerDeviceMemory(void* data, std::size_t bytes, Memory** out);
 Status registerHostMemory(const Connection* connection, void* data, std::size_t bytes,
                           Memory** out);

@@ -42,13 +42,13 @@ class ReceiveEnd final : public ReceiveConnection, private Attended {
   struct Slot {
     std::byte* data = nullptr;
     std::uint64_t capacity = 0;
-    StagedReceive* staged = nullptr;      ///< into device memory: in place of `data` and `received`
+    StagedReceive* staged = nullptr;  ///< into device memory: in place of `data` and `received`
     std::shared_ptr<const RailMemory> rails;  ///< it lies in, where pieces may come by queue pairs
     bool direct = false;                      ///< the sender has been told so
-    std::atomic<std::uint32_t> gate{0};   ///< the turn whose pieces may come; 0: none
-    std::atomic<std::uint64_t> total{0};  ///< of the message, from its first piece on
-    std::atomic<std::uint64_t> reserved{0};  ///< bytes that have been given a place
-    std::atomic<std::uint64_t> received{0};  ///< bytes that are there
+    std::atomic<std::uint32_t> gate{0};       ///< the turn whose pieces may come; 0: none
+    std::atomic<std::uint64_t> total{0};      ///< of the message, from its first piece on
+    std::atomic<std::uint64_t> reserved{0};   ///< bytes that have been given a place
+    std::atomic<std::uint64_t> received{0};   ///< bytes that are there
 
     std::uint32_t turn = 0;
     TagState* tag = nullptr;

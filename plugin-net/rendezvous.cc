@@ -18,8 +18,8 @@ PathExtent common(const VerbsGround* ground, const PathExtent& theirs) {
   if (ground == nullptr || theirs.rails == 0 || theirs.pairs == 0) return {};
   PathExtent both;
   both.rails = std::min(static_cast<std::uint32_t>(ground->nics.size()), theirs.rails);
-  both.pairs = std::min({ground->settings.qpsPerPeer, theirs.pairs,
-                         Immediate::kMostPieces / both.rails});
+  both.pairs =
+      std::min({ground->settings.qpsPerPeer, theirs.pairs, Immediate::kMostPieces / both.rails});
   return both;
 }
 
@@ -93,8 +93,8 @@ Status Listener::accept(std::unique_ptr<ReceiveEnd>* out) {
     Coming done = std::exchange(coming_[i], Coming());
     coming_.erase(coming_.begin() + static_cast<std::ptrdiff_t>(i));
     if (!status) {
-      return status.inContext(fmt::format(
-          "connection from {}", describe(done.setup->hello(), done.setup->peerText())));
+      return status.inContext(
+          fmt::format("connection from {}", describe(done.setup->hello(), done.setup->peerText())));
     }
     *out = std::move(done.end);
     return {};
@@ -125,7 +125,8 @@ Status Connecting::begin(const Device& device, const void* handle, const BundleO
 Status Connecting::attach() {
   if (Status status = checkHello(setup_->hello()); !status) return status;
   const PathExtent extent = extentOf(setup_->hello()), most = whole(ground_.get());
-  if (extent.rails > most.rails || extent.pairs > most.pairs || (extent.rails == 0) != (extent.pairs == 0)) {
+  if (extent.rails > most.rails || extent.pairs > most.pairs ||
+      (extent.rails == 0) != (extent.pairs == 0)) {
     return Status::error(Code::Remote, fmt::format("its answer of {} NICs and {} queue pairs makes "
                                                    "no sense",
                                                    extent.rails, extent.pairs));

@@ -77,10 +77,10 @@ class SendEnd final : public SendConnection, private Attended {
     std::uint64_t position = 0;  ///< Small: of the control stream
     PostedReceive receive;       ///< from Queueing on; Staged: once `named`
     bool named = false;
-    bool ahead = false;                  ///< Queueing, Moving: without `receive`
-    std::uint64_t said = 0;              ///< Saying: bytes of it
-    std::uint64_t posted = 0;            ///< Queueing: bytes of it
-    std::unique_ptr<StagedSend> staged;  ///< made with the first use
+    bool ahead = false;                       ///< Queueing, Moving: without `receive`
+    std::uint64_t said = 0;                   ///< Saying: bytes of it
+    std::uint64_t posted = 0;                 ///< Queueing: bytes of it
+    std::unique_ptr<StagedSend> staged;       ///< made with the first use
     std::shared_ptr<const RailMemory> rails;  ///< it lies in
     std::atomic<std::uint64_t> moved{0};
   };

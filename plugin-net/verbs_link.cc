@@ -94,7 +94,8 @@ void VerbsLink::beginWindow(std::uint32_t slot) {
   const std::uint64_t paths = std::max<std::uint64_t>(1, set_.up());
   const std::uint64_t most = std::min(mostPieceBytes_, kUsualPiece);
   // A piece for each path, none too small nor, while 64 are enough, too large.
-  std::uint64_t each = std::clamp((bytes + paths - 1) / paths, std::min(kSmallestPiece, most), most);
+  std::uint64_t each =
+      std::clamp((bytes + paths - 1) / paths, std::min(kSmallestPiece, most), most);
   each = std::max(each, (bytes + Immediate::kMostPieces - 1) / Immediate::kMostPieces);
   out.through = out.base + bytes;
   out.pieces.begin(turn, bytes, std::min(roundUp(each, kPieceUnit), mostPieceBytes_));
@@ -202,8 +203,8 @@ bool VerbsLink::heard(std::uint32_t immediate) {
   const std::uint32_t slot = Immediate::slot(immediate);
   if (Immediate::kind(immediate) != Immediate::Kind::Piece || slot >= in_.size()) return false;
   In& in = in_[slot];
-  const std::int64_t ahead = Immediate::distance(Immediate::turn(immediate), in.pieces.got.ready,
-                                                 Immediate::kTurnBits);
+  const std::int64_t ahead =
+      Immediate::distance(Immediate::turn(immediate), in.pieces.got.ready, Immediate::kTurnBits);
   if (ahead <= 0) return true;  // come again
   if (ahead > 1 || !in.open || in.coming.whole) return false;
   switch (in.pieces.arrived(immediate)) {

@@ -58,7 +58,8 @@ class VerbsLink final : private PathUser {
   [[nodiscard]] PathSet& set() { return set_; }
   [[nodiscard]] const PathSet& set() const { return set_; }
   /// Whether the memory can be sent from or received into.
-  [[nodiscard]] bool reaches(const RailMemory* memory, const void* data, std::uint64_t bytes) const {
+  [[nodiscard]] bool reaches(const RailMemory* memory, const void* data,
+                             std::uint64_t bytes) const {
     return memory != nullptr && memory->holds(data, bytes) && memory->covers(set_.rails());
   }
 

@@ -17,8 +17,9 @@
 // the receive is named (Ahead), and lie in the sockets until it is opened. What they hold up there,
 // every message of another tag, then goes over the control socket.
 //
-// Where the connection has queue pairs (verbs_link.h) and the memory of both ends is registered with
-// the NICs, a large message goes over them. Posted then says where in DirectPlace, its payload.
+// Where the connection has queue pairs (verbs_link.h) and the memory of both ends is registered
+// with the NICs, a large message goes over them. Posted then says where in DirectPlace, its
+// payload.
 //
 // A receive into device memory has room for a part of a large message at a time. Posted then says
 // how far the sender may go, and More when it may go on; every transfer stays within one part of
@@ -106,7 +107,7 @@ static_assert(sizeof(AheadBody) == 40 && sizeof(AheadPiece) == kFrameUserBytes);
 /// The payload of Posted where the receive's memory is registered with the NICs.
 struct DirectPlace {
   std::uint64_t address = 0;
-  std::uint64_t turn = 0;                       ///< of the receive's slot, in immediates
+  std::uint64_t turn = 0;                        ///< of the receive's slot, in immediates
   std::array<std::uint32_t, kMostRails> keys{};  ///< by rail
 };
 static_assert(sizeof(DirectPlace) == 48);

@@ -70,6 +70,9 @@ Outcome runProgram(const std::vector<std::string>& command,
                    double seconds = 30);
 
 [[nodiscard]] double now();
+/// Every limit of time in tests is longer by this factor, of CONFORMANCE_PATIENCE: guests under
+/// emulation on busy processors have clocks that run ahead of what they get done.
+[[nodiscard]] double patience();
 /// Threads and descriptors of this process.
 [[nodiscard]] std::size_t threadCount();
 /// Before the plugin has started any. A sanitizer starts one of its own with the first.

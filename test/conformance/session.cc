@@ -40,7 +40,7 @@ template <typename Call>
 ncclResult_t atOnce(const char* what, Call&& call) {
   const double start = now();
   const ncclResult_t result = call();
-  REQUIRE_SAYING(now() - start < kAtOnce, what);
+  REQUIRE_SAYING(now() - start < kAtOnce * patience(), what);
   return result;
 }
 
@@ -107,8 +107,9 @@ void* Session::connect(const Handle& handle, double seconds, int device) {
   void* comm = nullptr;
   const double start = now();
   while (comm == nullptr) {
-    REQUIRE_OK(atOnce("connect", [&] { return net_->connect(context_, device, own.data(), &comm); }));
-    REQUIRE(now() - start < seconds);
+    REQUIRE_OK(
+        atOnce("connect", [&] { return net_->connect(context_, device, own.data(), &comm); }));
+    REQUIRE(now() - start < seconds * patience());
     ::sched_yield();
   }
   return comm;
@@ -119,7 +120,7 @@ void* Session::accept(void* listener, double seconds) {
   const double start = now();
   while (comm == nullptr) {
     REQUIRE_OK(atOnce("accept", [&] { return net_->accept(listener, &comm); }));
-    REQUIRE(now() - start < seconds);
+    REQUIRE(now() - start < seconds * patience());
     ::sched_yield();
   }
   return comm;
@@ -144,7 +145,7 @@ int finish(Net& net, void* request, int* sizes, double seconds) {
     int size = -1;
     REQUIRE_OK(net.test(request, &done, sizes != nullptr ? sizes : &size));
     if (done != 0) return sizes != nullptr ? sizes[0] : size;
-    REQUIRE(now() - start < seconds);
+    REQUIRE(now() - start < seconds * patience());
     ::sched_yield();
   }
 }
@@ -157,7 +158,7 @@ ncclResult_t failureOf(Net& net, void* request, double seconds) {
     const ncclResult_t result = net.test(request, &done, sizes);
     if (result != ncclSuccess) return result;
     REQUIRE_SAYING(done == 0, "it should have failed");
-    REQUIRE_SAYING(now() - start < seconds, "no error in time");
+    REQUIRE_SAYING(now() - start < seconds * patience(), "no error in time");
     ::usleep(200);
   }
 }
@@ -169,7 +170,7 @@ ncclResult_t failureOfSend(Net& net, void* comm, const void* data, std::size_t b
     const ncclResult_t result = net.send(comm, data, bytes, tag, &request);
     if (result != ncclSuccess) return result;
     if (request != nullptr) return failureOf(net, request);
-    REQUIRE(now() - start < 5);
+    REQUIRE(now() - start < 5 * patience());
   }
 }
 
@@ -186,7 +187,7 @@ void* startSend(Net& net, void* comm, const void* data, std::size_t bytes, int t
   const double start = now();
   while (request == nullptr) {
     REQUIRE_OK(net.send(comm, data, bytes, tag, &request));
-    REQUIRE(now() - start < 10);
+    REQUIRE(now() - start < 10 * patience());
     if (request == nullptr) ::sched_yield();
   }
   return request;
@@ -197,7 +198,7 @@ void* startReceive(Net& net, void* comm, void* data, std::size_t bytes, int tag)
   const double start = now();
   while (request == nullptr) {
     REQUIRE_OK(net.receive(comm, 1, &data, &bytes, &tag, &request));
-    REQUIRE(now() - start < 10);
+    REQUIRE(now() - start < 10 * patience());
     if (request == nullptr) ::sched_yield();
   }
   return request;
