@@ -2,29 +2,34 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <memory>
 
+#include "common/base/associative_cache.h"
 #include "common/gpu/exported_allocations.h"
 
 namespace hoccl {
 namespace {
 
-constexpr std::size_t kCacheEntries = 256;  // power of two
+/// The driver never gives an identity twice: an entry cannot go stale.
+struct AllocationId {
+  std::uint64_t id = 0;
+  bool operator==(const AllocationId&) const = default;
+  [[nodiscard]] std::uint64_t hash() const { return spreadBits(id); }
+};
 
 struct CachedExport {
-  std::uint64_t allocationId = 0;
   CUdeviceptr base = 0;
   std::size_t bytes = 0;
   bool segments = false;
   CUipcMemHandle handle{};
 };
 
-/// Direct-mapped by allocation identity, which the driver never gives twice: an entry cannot go stale.
-CachedExport& cacheEntry(std::uint64_t allocationId) {
-  thread_local std::unique_ptr<std::array<CachedExport, kCacheEntries>> cache;
-  if (!cache) cache = std::make_unique<std::array<CachedExport, kCacheEntries>>();
-  return (*cache)[allocationId % kCacheEntries];
+using ExportCache = AssociativeCache<AllocationId, CachedExport, 128, 8>;
+
+ExportCache& exportCache() {
+  thread_local std::unique_ptr<ExportCache> cache;
+  if (!cache) cache = std::make_unique<ExportCache>();
+  return *cache;
 }
 
 /// Looks an allocation up that this thread has not seen, or whose place another one has taken.
@@ -43,10 +48,10 @@ Status exportAllocation(const Driver* driver, CUcontext context, CUdeviceptr add
       driver->cuIpcGetMemHandle(&handle, base) != CUDA_SUCCESS) {
     const void* pointer = reinterpret_cast<const void*>(address);
     if (!foreignMemory(driver, pointer).segments) return cannotBeMapped(driver, pointer);
-    *out = {id, base, size, true, {}};
+    *out = {base, size, true, {}};
     return {};
   }
-  *out = {id, base, size, false, handle};
+  *out = {base, size, false, handle};
   ExportedAllocations::ofThisProcess().add(base, size, id);
   return {};
 }
@@ -86,10 +91,13 @@ Status exportBuffer(const Driver* driver, CUcontext context, const void* pointer
       id == 0) {
     return cannotBeMapped(driver, pointer);
   }
-  CachedExport& cached = cacheEntry(id);
-  if (cached.allocationId != id) {
-    HOCCL_RETURN_IF_ERROR(exportAllocation(driver, context, address, id, &cached));
+  const CachedExport* known = exportCache().find({id});
+  if (!known) {
+    CachedExport fresh;
+    HOCCL_RETURN_IF_ERROR(exportAllocation(driver, context, address, id, &fresh));
+    known = &exportCache().insert({id}, fresh);
   }
+  const CachedExport& cached = *known;
   out->segments = cached.segments;
   out->allocationId = id;
   if (cached.segments) return {};

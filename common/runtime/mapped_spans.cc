@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "common/base/associative_cache.h"
 #include "common/base/log.h"
 #include "common/base/time.h"
 #include "common/gpu/buffer.h"
@@ -16,7 +17,6 @@
 namespace hoccl {
 namespace {
 
-constexpr std::size_t kMemos = 256;  // power of two
 constexpr std::size_t kMostRefused = 1 << 16;
 
 std::atomic<bool> gAny{false};
@@ -34,29 +34,31 @@ bool contains(const std::vector<MappedSegment>& segments, const MappedSegment& s
 /// What a thread remembers of a buffer. The identities of its first and last segment are compared
 /// at every use; those between go only with cuMemUnmap, which closes the span (forget).
 struct MappedSpans::Memo {
-  const MappedSpans* owner = nullptr;
-  CUdeviceptr address = 0;
-  std::uint64_t bytes = 0;
   std::uint64_t firstId = 0, lastId = 0;
   SpanSlot* slot = nullptr;  ///< null: cannot be mapped
   std::uint64_t generation = 0;
   BufferRef ref{};
 };
 
-MappedSpans::Memo& MappedSpans::memoOf(CUdeviceptr address, std::uint64_t bytes) {
-  thread_local std::unique_ptr<std::array<Memo, kMemos>> memos;
-  if (!memos) memos = std::make_unique<std::array<Memo, kMemos>>();
-  // Fibonacci hashing: addresses differ in their middle bits.
-  const std::uint64_t mixed = (address ^ (bytes << 20)) * 0x9e3779b97f4a7c15ull;
-  return (*memos)[mixed >> 56 & (kMemos - 1)];
+struct MappedSpans::MemoKey {
+  const MappedSpans* owner = nullptr;
+  CUdeviceptr address = 0;
+  std::uint64_t bytes = 0;
+  bool operator==(const MemoKey&) const = default;
+  [[nodiscard]] std::uint64_t hash() const { return spreadBits(address ^ spreadBits(bytes)); }
+};
+
+struct MappedSpans::Memos : AssociativeCache<MemoKey, Memo, 128, 8> {};
+
+MappedSpans::Memos& MappedSpans::memos() {
+  thread_local std::unique_ptr<Memos> memos;
+  if (!memos) memos = std::make_unique<Memos>();
+  return *memos;
 }
 
 bool MappedSpans::fits(const Memo& memo, CUdeviceptr address, std::uint64_t bytes,
                        std::uint64_t firstId) const {
-  if (memo.owner != this || memo.address != address || memo.bytes != bytes ||
-      memo.firstId != firstId) {
-    return false;
-  }
+  if (memo.firstId != firstId) return false;
   if (memo.lastId == memo.firstId) return true;
   std::uint64_t lastId = 0;
   return driver_->cuPointerGetAttribute(&lastId, CU_POINTER_ATTRIBUTE_BUFFER_ID,
@@ -66,19 +68,26 @@ bool MappedSpans::fits(const Memo& memo, CUdeviceptr address, std::uint64_t byte
 
 Status MappedSpans::take(CUdeviceptr address, std::uint64_t bytes, std::uint64_t firstId,
                          BufferRef* out, SpanSlot** pin) {
-  Memo& memo = memoOf(address, bytes);
-  const bool known = fits(memo, address, bytes, firstId);
-  if (known && !memo.slot) return cannotBeMapped(driver_, reinterpret_cast<void*>(address));
-  if (!known || !memo.slot->pin(memo.generation)) {
-    HOCCL_RETURN_IF_ERROR(takeSlowly(address, bytes, &memo));
+  const MemoKey key{this, address, bytes};
+  const Memo* memo = memos().find(key);
+  const bool known = memo && fits(*memo, address, bytes, firstId);
+  if (known && !memo->slot) return cannotBeMapped(driver_, reinterpret_cast<void*>(address));
+  if (!known || !memo->slot->pin(memo->generation)) {
+    Memo fresh;
+    bool lasting = true;
+    const Status status = takeSlowly(address, bytes, &fresh, &lasting);
+    if (lasting) memo = &memos().insert(key, fresh);
+    if (!status) return status;
   }
-  *out = memo.ref;
-  *pin = memo.slot;
+  *out = memo->ref;
+  *pin = memo->slot;
   return {};
 }
 
-Status MappedSpans::takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* memo) {
-  *memo = {};
+/// `lasting`: the outcome is worth remembering.
+Status MappedSpans::takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* memo,
+                               bool* lasting) {
+  *lasting = false;
   const ContextGuard guard(driver_, context_);
   std::vector<MappedSegment> segments;
   HOCCL_RETURN_IF_ERROR(segmentsOf(driver_, address, bytes, &segments));
@@ -92,13 +101,10 @@ Status MappedSpans::takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* m
     for (const std::uint64_t id : replaced) {
       (void)mover_->askDrop(OpKind::Drop, id, Deadline::afterMs(0));
     }
-    bool lasting = true;
-    if (!found) status = handOver(segments, &entry, &lasting);
-    if (!lasting) return status;
+    *lasting = true;
+    if (!found) status = handOver(segments, &entry, lasting);
+    if (!*lasting) return status;
   }
-  memo->owner = this;
-  memo->address = address;
-  memo->bytes = bytes;
   memo->firstId = segments.front().id;
   memo->lastId = segments.back().id;
   if (!status) return status;

@@ -48,10 +48,12 @@ class MappedSpans {
     }
   };
   struct Memo;
-  static Memo& memoOf(CUdeviceptr address, std::uint64_t bytes);
+  struct MemoKey;
+  struct Memos;
+  static Memos& memos();
   [[nodiscard]] bool fits(const Memo& memo, CUdeviceptr address, std::uint64_t bytes,
                           std::uint64_t firstId) const;
-  Status takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* memo);
+  Status takeSlowly(CUdeviceptr address, std::uint64_t bytes, Memo* memo, bool* lasting);
   void removeOver();
   bool findAndPin(const std::vector<MappedSegment>& segments, Entry* out,
                   std::vector<std::uint64_t>* replaced);
