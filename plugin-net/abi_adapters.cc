@@ -14,6 +14,7 @@
 #include "common/base/nccl_result.h"
 #include "plugin-net/nccl_net_abi.h"
 #include "plugin-net/net_plugin.h"
+#include "plugin-net/rail_memory.h"
 
 namespace hoccl::net_plugin {
 namespace {
@@ -75,6 +76,10 @@ void fillCommon(const Device& device, Properties* out) {
   // claimed.
   out->pointerSupport =
       nccl_abi::kHostPointer | (claimsDeviceMemory() ? nccl_abi::kDevicePointer : 0);
+  if (device.ground) {
+    out->pointerSupport |= (device.ground->gpu.peerMemory ? nccl_abi::kDevicePointer : 0) |
+                           (device.ground->gpu.dmaBuf ? nccl_abi::kDmaBufPointer : 0);
+  }
   out->registrationIsGlobal = 1;  // one registration serves all connections
   out->speedMbps = device.speedMbps;
   out->port = device.port;
@@ -183,17 +188,36 @@ Result registerMemory(void* comm, void* data, std::size_t bytes, int type, void*
       *handle = made;
       return status;
     }
+    auto* const connection = static_cast<Connection*>(comm);
+    if (type == nccl_abi::kDevicePointer && connection != nullptr && connection->ground() &&
+        connection->ground()->gpu.peerMemory) {
+      if (handle == nullptr) return missing("the handle");
+      Memory* made = nullptr;
+      Status status = registerDirect(connection, data, bytes, -1, 0, &made);
+      *handle = made;
+      return status;
+    }
     return Status::error(
         Code::Unsupported,
         fmt::format("memory of type {} is not host memory, and no other is claimed", type));
   });
 }
 
-Result registerDmaBuf(void* /*comm*/, void* /*data*/, std::size_t /*bytes*/, int /*type*/,
-                      std::uint64_t /*offset*/, int /*fd*/, void** handle) {
+Result registerDmaBuf(void* comm, void* data, std::size_t bytes, int type, std::uint64_t offset,
+                      int fd, void** handle) {
   return guarded("regMrDmaBuf", false, [&]() -> Status {
-    if (handle != nullptr) *handle = nullptr;
-    return Status::error(Code::Unsupported, "dma-buf memory is not claimed");
+    if (handle == nullptr) return missing("the handle");
+    *handle = nullptr;
+    auto* const connection = static_cast<Connection*>(comm);
+    if (type != nccl_abi::kDevicePointer || connection == nullptr || !connection->ground() ||
+        !connection->ground()->gpu.dmaBuf) {
+      return Status::error(Code::Unsupported, "DMA-BUF memory is not claimed");
+    }
+    if (fd < 0) return Status::error(Code::InvalidArgument, fmt::format("descriptor {}", fd));
+    Memory* made = nullptr;
+    Status status = registerDirect(connection, data, bytes, fd, offset, &made);
+    *handle = made;
+    return status;
   });
 }
 
@@ -248,12 +272,26 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
   });
 }
 
-// Only for device memory: a receive is done once the copy engine has reported behind its copy, so
-// it is visible there.
-Result flush(void* /*recvComm*/, int /*count*/, void** /*data*/, int* /*sizes*/, void** /*handles*/,
-             void** request) {
-  if (request != nullptr) *request = nullptr;
-  return ncclSuccess;
+// Through staging a receive is done once the copy engine has reported behind its copy, so it is
+// visible; what a NIC has written into device memory may not be.
+Result flush(void* recvComm, int count, void** data, int* sizes, void** handles, void** request) {
+  return guarded("iflush", true, [&]() -> Status {
+    if (request == nullptr) return missing("the request");
+    *request = nullptr;
+    if (recvComm == nullptr || count < 1 || count > nccl_abi::kMaxGroupedReceives ||
+        handles == nullptr) {
+      return {};
+    }
+    std::array<const Memory*, nccl_abi::kMaxGroupedReceives> memory{};
+    const auto parts = static_cast<std::size_t>(count);
+    for (std::size_t i = 0; i < parts; ++i) memory[i] = static_cast<const Memory*>(handles[i]);
+    Request* made = nullptr;
+    auto* connection = static_cast<ReceiveConnection*>(static_cast<Connection*>(recvComm));
+    const Status status = connection->flush(std::span<void* const>(data, parts), sizes,
+                                            std::span(memory.data(), parts), &made);
+    *request = made;
+    return status;
+  });
 }
 
 Result test(void* request, int* done, int* sizes) {

@@ -40,12 +40,13 @@ Status openRails(const Config& config, VerbsGround* out) {
 }
 
 /// A device for each port, so that NCCL picks the one near its GPU, as it does over its own verbs.
-void addPorts(const VerbsGround& all, const Interface& interface, DeviceList* out) {
+void addPorts(const VerbsGround& all, const Interface& interface, bool staging, DeviceList* out) {
   const std::string host = nodeKey();
   for (const std::shared_ptr<const Nic>& nic : all.nics) {
     auto ground = std::make_shared<VerbsGround>();
     ground->settings = all.settings;
     ground->nics = {nic};
+    ground->gpu = decideGpuDirect(gatherGpuDirectFacts(ground->nics, staging));
     Device device;
     // NCCL finds devices by their names.
     const bool known = std::any_of(
@@ -73,7 +74,8 @@ Status findDevices(const Config& config, DeviceList* out, std::string* remark) {
     VerbsGround all;
     const Status status = openRails(config, &all);
     if (status) {
-      addPorts(all, interfaces.front(), out);
+      addPorts(all, interfaces.front(), config.netStaging != 0, out);
+      *remark = out->front().ground->gpu.text;
       return {};
     }
     if (config.transport == "verbs") return status.inContext("HOCCL_TRANSPORT=verbs");
@@ -152,6 +154,7 @@ Status mergeDevices(const DeviceList& all, std::span<const int> members, Device*
     if (merged.members.empty()) {
       merged = device;
       ground->settings = device.ground->settings;
+      ground->gpu = device.ground->gpu;
     } else {
       if (device.ground->nics[0]->address().linkLayer != ground->nics[0]->address().linkLayer) {
         return Status::error(Code::InvalidArgument,
@@ -162,6 +165,8 @@ Status mergeDevices(const DeviceList& all, std::span<const int> members, Device*
       merged.speedMbps += device.speedMbps;
     }
     ground->nics.push_back(device.ground->nics[0]);
+    ground->gpu.dmaBuf = ground->gpu.dmaBuf && device.ground->gpu.dmaBuf;
+    ground->gpu.peerMemory = ground->gpu.peerMemory && device.ground->gpu.peerMemory;
     merged.members.push_back(member);
   }
   merged.ground = std::move(ground);

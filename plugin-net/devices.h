@@ -15,7 +15,8 @@ namespace hoccl::net_plugin {
 using DeviceList = std::deque<Device>;  ///< NCCL keeps names: nothing in it moves
 
 /// The devices that HOCCL_TRANSPORT, HOCCL_SOCKET_IFNAME and HOCCL_IB_HCA (or NCCL's variables of
-/// these names) choose. `remark`: why `auto` takes no NIC, for the log; may be empty.
+/// these names) choose. `remark`: why `auto` takes no NIC, or by which way NICs reach device
+/// memory, for the log; may be empty.
 Status findDevices(const Config& config, DeviceList* out, std::string* remark);
 
 /// "eth0 (10.0.0.1), ib0 (10.1.0.1)".

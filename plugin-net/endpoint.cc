@@ -66,14 +66,19 @@ Status Endpoint::fail(const Status& status) {
   if (!failure_) return failure_;
   failure_ = status.inContext(fmt::format("{} {}", role_, peer_));
   logError("{}", failure_.message());
-  if (link_) link_->stop();  // the caller may do with its memory what it likes now
+  stopNics();
   bundle_.reset();
   return failure_;
 }
 
+void Endpoint::stopNics() {
+  if (link_) link_->stop();
+  if (loopback_ != nullptr) loopback_->stop();
+}
+
 void Endpoint::shut(bool linger) {
   if (!bundle_) {
-    if (link_) link_->stop();
+    stopNics();
     return;
   }
   const Deadline deadline = Deadline::afterMs(kLingerMs);
@@ -82,7 +87,7 @@ void Endpoint::shut(bool linger) {
     const timespec pause{0, 100000};
     ::nanosleep(&pause, nullptr);
   }
-  if (link_) link_->stop();
+  stopNics();
   bundle_.reset();
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/net/tcp/bundle.h"
+#include "plugin-net/loopback.h"
 #include "plugin-net/net_plugin.h"
 #include "plugin-net/verbs_link.h"
 #include "plugin-net/wire.h"
@@ -29,6 +30,8 @@ class Endpoint final : private LinkChannel {
   /// Null: everything goes over the sockets.
   [[nodiscard]] VerbsLink* link() { return link_.get(); }
   [[nodiscard]] const VerbsLink* link() const { return link_.get(); }
+  /// Stopped with the link; null: none.
+  void alsoStop(Loopback* loopback) { loopback_ = loopback; }
   /// With the sockets: tells the peer of the queue pairs.
   void startLink() {
     if (link_) link_->start();
@@ -71,6 +74,8 @@ class Endpoint final : private LinkChannel {
     bool placed;
   };
   [[nodiscard]] bool flush();
+  /// The caller may do with its memory what it likes afterwards.
+  void stopNics();
   // LinkChannel.
   [[nodiscard]] bool tell(std::uint16_t kind, const void* payload, std::size_t bytes) override;
   [[nodiscard]] bool ending() const override { return !bundle_ || bundle_->endingSinceNs() != 0; }
@@ -82,6 +87,7 @@ class Endpoint final : private LinkChannel {
   std::uint64_t said_ = 0;
   Status failure_;
   std::unique_ptr<VerbsLink> link_;
+  Loopback* loopback_ = nullptr;
 };
 
 }  // namespace hoccl::net_plugin

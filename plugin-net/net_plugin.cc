@@ -354,7 +354,23 @@ Status registerHostMemory(const Connection* connection, void* data, std::size_t 
                           Memory** out) {
   if (connection == nullptr || !connection->ground() || bytes == 0) return {};
   auto memory = std::make_unique<Memory>();
-  if (Status s = RailMemory::create(*connection->ground(), data, bytes, &memory->rails); !s) {
+  if (Status s = RailMemory::create(*connection->ground(), data, bytes, {}, &memory->rails); !s) {
+    return s;
+  }
+  *out = memory.release();
+  return {};
+}
+
+Status registerDirect(Connection* connection, void* data, std::size_t bytes, int fd,
+                      std::uint64_t offset, Memory** out) {
+  if (connection == nullptr || !connection->ground()) {
+    return Status::error(Code::Unsupported, "device memory for a connection without NICs");
+  }
+  if (Status status = connection->prepareDirect(); !status) return status;
+  auto memory = std::make_unique<Memory>();
+  if (Status s = RailMemory::create(*connection->ground(), data, bytes,
+                                    {.onDevice = true, .fd = fd, .offset = offset}, &memory->rails);
+      !s) {
     return s;
   }
   *out = memory.release();

@@ -68,6 +68,8 @@ class Connection {
   virtual Status test(Request* request, bool* done, int* sizes) = 0;
   /// The NICs it is made on; null: none.
   [[nodiscard]] virtual const std::shared_ptr<const VerbsGround>& ground() const = 0;
+  /// Before device memory is used that NICs reach.
+  virtual Status prepareDirect() { return {}; }
 };
 
 /// The sending end.
@@ -85,6 +87,10 @@ class ReceiveConnection : public Connection {
   /// 1 to kMaxGroupedReceives receives that are done together. The n-th message of a tag goes into
   /// the n-th receive of that tag; one larger than its receive is an error.
   virtual Status receive(std::span<const Receive> receives, Request** out) = 0;
+  /// What a receive that is done has brought into device memory becomes visible there with the
+  /// request; null: it is. `sizes` as NCCL has them.
+  virtual Status flush(std::span<void* const> data, const int* sizes,
+                       std::span<const Memory* const> memory, Request** out) = 0;
 };
 
 struct Request {
@@ -123,6 +129,9 @@ void close(Connection* connection);
 Status registerDeviceMemory(void* data, std::size_t bytes, Memory** out);
 Status registerHostMemory(const Connection* connection, void* data, std::size_t bytes,
                           Memory** out);
+/// Device memory that NICs reach by themselves (gpu_direct.h); `fd` -1: not a DMA-BUF.
+Status registerDirect(Connection* connection, void* data, std::size_t bytes, int fd,
+                      std::uint64_t offset, Memory** out);
 void deregister(Memory* memory);
 
 /// Listeners and connections that are open, and connections being made.

@@ -110,9 +110,16 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Memory*
   request->bytes = bytes;
   request->tag = tag;
   request->rails = nullptr;
-  if (memory != nullptr && memory->device == nullptr && bytes > kEagerBytes &&
+  const bool onDevice = memory != nullptr && memory->rails && memory->rails->onDevice();
+  if (memory != nullptr && memory->rails && (bytes > kEagerBytes || (onDevice && bytes > 0)) &&
       end_.link() != nullptr && end_.link()->reaches(memory->rails.get(), data, bytes)) {
     request->rails = memory->rails;
+  }
+  if (onDevice && bytes > 0 && request->rails == nullptr) {
+    return end_.fail(Status::error(
+        Code::InvalidArgument, fmt::format("a send of {} bytes from device memory at {}, of which "
+                                           "regMr has not been told for this connection's NICs",
+                                           bytes, data)));
   }
   if (memory != nullptr && memory->device != nullptr && bytes > 0) {
     if (!request->staged) request->staged = std::make_unique<StagedSend>();
@@ -122,7 +129,7 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Memory*
     if (Status status = sendLarge(*state, *request); !status) return status;
     if (Status status = progressStaged(); !status) return status;
     DeviceMemory::ofThisProcess().countSent(bytes);
-  } else if (bytes <= kEagerBytes) {
+  } else if (bytes <= kEagerBytes && request->rails == nullptr) {
     bool said = false;
     if (Status status = sendSmall(*state, *request, &said); !status) return status;
     if (!said) {
@@ -214,6 +221,14 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
     end_.link()->write(receive.place.slot, receive.direct, request.data, request.bytes,
                        request.rails);
     return {};
+  }
+  const bool fromDevice = request.rails != nullptr && request.rails->onDevice();
+  if (fromDevice || (receive.isDirect && receive.direct.onDevice != 0)) {
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("a message of {} bytes (tag {}) {} device memory, and the other end's memory "
+                    "is not registered with its NICs",
+                    request.bytes, request.tag, fromDevice ? "from" : "into"));
   }
   request.stage = Stage::Queueing;
   request.posted = 0;

@@ -178,6 +178,7 @@ void VerbsLink::open(std::uint32_t slot, void* data, std::uint64_t bytes, const 
   in.coming = {};
   place->address = reinterpret_cast<std::uint64_t>(data);
   place->turn = in.pieces.got.ready + 1;
+  place->onDevice = memory.onDevice() ? 1 : 0;
   for (std::uint32_t i = 0; i < set_.rails().size(); ++i) place->keys[i] = memory.remoteKey(i);
 }
 

@@ -109,8 +109,10 @@ struct DirectPlace {
   std::uint64_t address = 0;
   std::uint64_t turn = 0;                        ///< of the receive's slot, in immediates
   std::array<std::uint32_t, kMostRails> keys{};  ///< by rail
+  std::uint32_t onDevice = 0;  ///< 1: the CPU does not reach it, so nothing comes over the sockets
+  std::uint32_t reserved = 0;
 };
-static_assert(sizeof(DirectPlace) == 48);
+static_assert(sizeof(DirectPlace) == 56);
 
 inline std::array<std::byte, kFrameUserBytes> pack(const Control& control) {
   return std::bit_cast<std::array<std::byte, kFrameUserBytes>>(control);

@@ -159,8 +159,7 @@ class Table final : public Net {
                         nullptr, request);
     }
   }
-  ncclResult_t flush(void* comm, void* data, int bytes, void** request) override {
-    void* handle = nullptr;
+  ncclResult_t flush(void* comm, void* data, int bytes, void** request, void* handle) override {
     return raw_.iflush(comm, 1, &data, &bytes, &handle, request);
   }
   ncclResult_t test(void* request, int* done, int* sizes) override {

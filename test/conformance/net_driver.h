@@ -48,7 +48,8 @@ class Net {
                             void** request, void* handle = nullptr) = 0;
   virtual ncclResult_t receive(void* comm, int count, void** data, const std::size_t* bytes,
                                const int* tags, void** request, void* const* handles = nullptr) = 0;
-  virtual ncclResult_t flush(void* comm, void* data, int bytes, void** request) = 0;
+  virtual ncclResult_t flush(void* comm, void* data, int bytes, void** request,
+                             void* handle = nullptr) = 0;
   virtual ncclResult_t test(void* request, int* done, int* sizes) = 0;
   virtual ncclResult_t closeSend(void* comm) = 0;
   virtual ncclResult_t closeReceive(void* comm) = 0;

@@ -60,8 +60,8 @@ class RegisteringNet final : public Net {
     if (result == ncclSuccess && *request != nullptr) kept.keepFor(*request);
     return result;
   }
-  ncclResult_t flush(void* comm, void* data, int bytes, void** request) override {
-    return net_->flush(comm, data, bytes, request);
+  ncclResult_t flush(void* comm, void* data, int bytes, void** request, void* handle) override {
+    return net_->flush(comm, data, bytes, request, handle);
   }
   ncclResult_t test(void* request, int* done, int* sizes) override {
     const ncclResult_t result = net_->test(request, done, sizes);

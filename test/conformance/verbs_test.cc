@@ -4,9 +4,13 @@
 #include <dirent.h>
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -47,7 +51,9 @@ std::uint64_t packetsSent() {
 class Verbs : public testing::Test {
  protected:
   void TearDown() override {
-    if (twoNodes()) EXPECT_EQ(std::system("lab heal all"), 0);
+    if (twoNodes()) {
+      EXPECT_EQ(std::system("lab heal all"), 0);
+    }
   }
   void SetUp() override {
     if (rdmaDevices().empty()) GTEST_SKIP() << "no RDMA device (docs/rdma-lab.md)";
@@ -198,6 +204,101 @@ TEST_F(Verbs, TwoNicsAsOneDevice) {
       }
       side.meet();
     }
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+/// As if a module for peer memory were loaded: seen by this process only.
+void pretendPeerMemory() {
+  REQUIRE(::unshare(CLONE_NEWNS) == 0);
+  REQUIRE(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
+  REQUIRE(::mount("none", "/sys/module", "tmpfs", 0, nullptr) == 0);
+  REQUIRE(::mkdir("/sys/module/nvidia_peermem", 0755) == 0);
+}
+
+/// Memory that NICs reach and, while it is locked, the CPU does not: as that of a GPU. Whoever
+/// touches it dies.
+struct Unreachable {
+  Unreachable(Net& net, void* comm, std::size_t size)
+      : net(net),
+        bytes(size),
+        data(static_cast<unsigned char*>(
+            ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+        comm(comm) {
+    std::memset(data, 0xcd, bytes);
+    REQUIRE_OK(net.registerMemory(comm, data, bytes, hoccl::nccl_abi::kDevicePointer, &handle));
+    REQUIRE(handle != nullptr);
+  }
+  ~Unreachable() {
+    REQUIRE_OK(net.deregisterMemory(comm, handle));
+    ::munmap(data, bytes);
+  }
+  void lock() const { REQUIRE(::mprotect(data, bytes, PROT_NONE) == 0); }
+  void unlock() const { REQUIRE(::mprotect(data, bytes, PROT_READ | PROT_WRITE) == 0); }
+  Net& net;
+  std::size_t bytes;
+  unsigned char* data;
+  void* comm;
+  void* handle = nullptr;
+};
+
+// What the CPU cannot reach goes over the NICs alone, small messages, too, to and from such memory,
+// and is flushed.
+TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
+  const Outcome outcome = runPair([](const Side& side) {
+    constexpr std::size_t kRoom = 400 << 10;
+    pretendPeerMemory();
+    Session session(12);
+    Net& net = session.net();
+    Properties p;
+    REQUIRE_OK(net.properties(0, &p));
+    REQUIRE(p.pointerSupport == (kHost | hoccl::nccl_abi::kDevicePointer));
+    void* const comm = session.connectPair(side, 0);
+    Unreachable far(net, comm, kRoom);
+    Registered near(net, comm, kRoom);
+    std::uint64_t seed = 0;
+    for (const bool farSends : {true, false}) {
+      for (const bool farReceives : {true, false}) {
+        for (const std::size_t bytes : {1u, 0u, 8u, 5000u, 16384u, 16385u, 300001u}) {
+          ++seed;
+          if (side.rank() == 0) {
+            unsigned char* const data = farSends ? far.data : near.data.data();
+            fill(data, bytes, seed);
+            if (farSends) far.lock();
+            finish(net, sendFrom(net, comm, data, bytes, farSends ? far.handle : near.handle));
+            if (farSends) far.unlock();
+            continue;
+          }
+          unsigned char* const data = farReceives ? far.data : near.data.data();
+          void* const handle = farReceives ? far.handle : near.handle;
+          std::memset(data, 0xcd, kRoom);
+          if (farReceives) far.lock();
+          const int got = finish(net, receiveInto(net, comm, data, kRoom - 64, handle));
+          REQUIRE(got == static_cast<int>(bytes));
+          void* flush = nullptr;
+          REQUIRE_OK(net.flush(comm, data, got, &flush, handle));
+          REQUIRE((flush != nullptr) == (farReceives && bytes > 0));
+          if (flush != nullptr) finish(net, flush);
+          if (farReceives) far.unlock();
+          REQUIRE(matches(data, bytes, seed));
+          REQUIRE(allBytes(data + bytes, kRoom - bytes, 0xcd));
+        }
+      }
+    }
+    side.meet();
+    // What is not registered cannot come from there, nor go there: an error, and no crash.
+    takeLog();
+    if (side.rank() == 0) {
+      std::vector<unsigned char> plain(kRoom);
+      REQUIRE(failureOfSend(net, comm, plain.data(), kRoom - 64, 1) != ncclSuccess);
+      REQUIRE(onlyWarning().find("device memory") != std::string::npos);
+    } else {
+      far.lock();
+      void* const request = receiveInto(net, comm, far.data, kRoom, far.handle);
+      REQUIRE(failureOf(net, request) == ncclRemoteError);
+      far.unlock();
+    }
+    side.meet();
   });
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }

@@ -108,8 +108,8 @@ class VerbsLinkTest : public ::testing::Test {
       into_[i].assign(kRoom, kPoison);
     }
     for (std::uint32_t i = 0; i < kSlots; ++i) {
-      ASSERT_TRUE(RailMemory::create(*sender_->ground, from_[i].data(), kRoom, &fromMemory_[i]));
-      ASSERT_TRUE(RailMemory::create(*receiver_->ground, into_[i].data(), kRoom, &intoMemory_[i]));
+      ASSERT_TRUE(RailMemory::create(*sender_->ground, from_[i].data(), kRoom, {}, &fromMemory_[i]));
+      ASSERT_TRUE(RailMemory::create(*receiver_->ground, into_[i].data(), kRoom, {}, &intoMemory_[i]));
       use_[i] = {};
     }
   }
