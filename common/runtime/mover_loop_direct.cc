@@ -56,16 +56,6 @@ void MoverLoop::tellWaiting(const Op& op) {
   op.link->connection()->nudge();
 }
 
-void MoverLoop::onWaiting(Link& link, const Message& message) {
-  const Communicator* communicator = byId(message.communicator);
-  if (communicator && !communicator->failed) return;
-  Message answer = message;
-  answer.type = MessageType::Failed;
-  answer.slot = static_cast<std::uint32_t>(FailReason::Aborted);
-  std::swap(answer.source, answer.destination);
-  link.send(answer);
-}
-
 /// Both sides of a send within the node are known. This side alone decides how it moves, so that
 /// the two cannot disagree; the receiver takes what comes.
 void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {

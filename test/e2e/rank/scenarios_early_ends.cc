@@ -1,0 +1,88 @@
+// Communicators that end, or split, while others know little of it yet.
+
+#include <unistd.h>
+
+#include <chrono>
+#include <vector>
+
+#include "test/e2e/rank/trial.h"
+
+namespace e2e {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Rank 0 ends the communicator before its mover has a link to rank 1's; what rank 1 begins then
+/// ends in an error.
+void endsBeforeTheLink(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  rank.barrier("made");
+  if (rank.rank == 0) {
+    if (rank.argument("by", "abort") == "abort") {
+      REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+    } else {
+      REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+    }
+    rank.post("ended");
+    rank.await("seen");
+    return;
+  }
+  rank.await("ended");
+  CUstream stream = newStream();
+  Region buffer(96 << 20);
+  buffer.poison(stream);
+  awaitStream(stream, "prepared");
+  const bool send = rank.argument("does", "send") == "send";
+  const auto began = Clock::now();
+  const ncclResult_t result =
+      send ? nccl().ncclSend(buffer.data(), buffer.bytes(), ncclUint8, 0, comm, stream)
+           : nccl().ncclRecv(buffer.data(), buffer.bytes(), ncclUint8, 0, comm, stream);
+  if (result == ncclSuccess) {
+    awaitStream(stream, "an operation with a rank that has ended the communicator", 8000);
+    REQUIRE(awaitError(comm, 5000) != ncclSuccess, "no error");
+  }
+  say("error", nccl().ncclGetLastError(comm));
+  say("tookMs",
+      std::to_string(
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count()));
+  rank.post("seen");
+  REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+}
+
+/// One thread has all ranks of a communicator and splits it in one group; one rank or more get no
+/// color.
+void splitOfOneThread(const Rank& rank) {
+  cuda();
+  constexpr int kDevices = 4;
+  const int colored = std::stoi(rank.argument("colored", "3"));
+  std::vector<ncclComm_t> comms(kDevices), parts(kDevices);
+  std::vector<int> list;
+  for (int i = 0; i < kDevices; ++i) list.push_back(i);
+  REQUIRE_NCCL(nccl().ncclCommInitAll(comms.data(), kDevices, list.data()));
+  const auto began = Clock::now();
+  REQUIRE_NCCL(nccl().ncclGroupStart());
+  for (int i = 0; i < kDevices; ++i) {
+    const int color = i < colored ? 0 : NCCL_SPLIT_NOCOLOR;
+    REQUIRE_NCCL(nccl().ncclCommSplit(comms[static_cast<std::size_t>(i)], color, i,
+                                      &parts[static_cast<std::size_t>(i)], nullptr));
+  }
+  REQUIRE_NCCL(nccl().ncclGroupEnd());
+  const auto tookMs =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+  say("tookMs", std::to_string(tookMs));
+  sayStats();
+  for (ncclComm_t comm : parts) {
+    if (comm) REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+  }
+  for (ncclComm_t comm : comms) REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+}  // namespace
+
+extern const std::vector<Scenario> kEarlyEndScenarios;
+const std::vector<Scenario> kEarlyEndScenarios = {
+    {"endsBeforeTheLink", endsBeforeTheLink},
+    {"splitOfOneThread", splitOfOneThread},
+};
+
+}  // namespace e2e
