@@ -36,5 +36,24 @@ TEST_P(SplitOfOneThread, IsSteered) {
   for (const auto& comm : comms) EXPECT_TRUE(comm["steered"]) << comm;
 }
 
+TEST(NonBlocking, CommunicatorsOfOneThreadAskedAboutInTurn) {
+  Job job("oneThreadAsksInTurn", 1);
+  job.env("EMUCUDA_DEVICES", "4").finish();
+  EXPECT_LT(std::stol("0" + job.said(0, "tookMs")), 5000);
+  const nlohmann::json comms = job.communicators(0);
+  EXPECT_EQ(comms.size(), 6u) << comms;
+  for (const auto& comm : comms) EXPECT_TRUE(comm["steered"]) << comm;
+}
+
+TEST(Split, ARankWithoutAColorMayEndAtOnce) {
+  Job job("leavesBehindTheSplit", 3);
+  job.finish();
+  for (int rank : {0, 2}) {
+    const nlohmann::json comms = job.communicators(rank);
+    EXPECT_EQ(comms.size(), 2u) << comms;
+    for (const auto& comm : comms) EXPECT_TRUE(comm["steered"]) << comm;
+  }
+}
+
 }  // namespace
 }  // namespace e2e

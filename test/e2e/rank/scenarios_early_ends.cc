@@ -77,12 +77,75 @@ void splitOfOneThread(const Rank& rank) {
   for (ncclComm_t comm : comms) REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// Non-blocking communicators of one thread, made and split one after the other and then asked
+/// about one after the other, as NCCL's manual has it.
+void oneThreadAsksInTurn(const Rank& rank) {
+  cuda();
+  constexpr int kDevices = 4;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  std::vector<ncclComm_t> comms(kDevices), parts(kDevices);
+  const auto fine = [](ncclResult_t result) {
+    REQUIRE(result == ncclSuccess || result == ncclInProgress, "{}", static_cast<int>(result));
+  };
+  const auto awaitInTurn = [](const std::vector<ncclComm_t>& all) {
+    for (ncclComm_t comm : all) {
+      if (!comm) continue;
+      REQUIRE(awaitReady(comm) == ncclSuccess, "{}", nccl().ncclGetLastError(comm));
+    }
+  };
+  const auto began = Clock::now();
+  const ncclUniqueId id = rank.uniqueId("world");
+  REQUIRE_NCCL(nccl().ncclGroupStart());
+  for (int i = 0; i < kDevices; ++i) {
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    REQUIRE_CU(cuda().deviceGet(&device, i));
+    REQUIRE_CU(cuda().primaryRetain(&context, device));
+    REQUIRE_CU(cuda().ctxSetCurrent(context));
+    fine(nccl().ncclCommInitRankConfig(&comms[static_cast<std::size_t>(i)], kDevices, id, i,
+                                       &config));
+  }
+  fine(nccl().ncclGroupEnd());
+  awaitInTurn(comms);
+  // Those without a color first.
+  for (int i = kDevices; i-- > 0;) {
+    fine(nccl().ncclCommSplit(comms[static_cast<std::size_t>(i)], i < 2 ? 0 : NCCL_SPLIT_NOCOLOR, i,
+                              &parts[static_cast<std::size_t>(i)], &config));
+  }
+  awaitInTurn(comms);
+  awaitInTurn(parts);
+  say("tookMs",
+      std::to_string(
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count()));
+  sayStats();
+  for (ncclComm_t comm : parts) {
+    if (comm) REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+  }
+  for (ncclComm_t comm : comms) REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+}
+
+/// A rank without a color ends its process right behind the split.
+void leavesBehindTheSplit(const Rank& rank) {
+  ncclComm_t comm = rank.communicator(), part = nullptr;
+  if (rank.rank != 1) ::usleep(500'000);
+  REQUIRE_NCCL(
+      nccl().ncclCommSplit(comm, rank.rank == 1 ? NCCL_SPLIT_NOCOLOR : 0, 0, &part, nullptr));
+  if (rank.rank == 1) return;
+  CUstream stream = newStream();
+  traffic(part, 1, stream);
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommAbort(part));
+}
+
 }  // namespace
 
 extern const std::vector<Scenario> kEarlyEndScenarios;
 const std::vector<Scenario> kEarlyEndScenarios = {
     {"endsBeforeTheLink", endsBeforeTheLink},
     {"splitOfOneThread", splitOfOneThread},
+    {"oneThreadAsksInTurn", oneThreadAsksInTurn},
+    {"leavesBehindTheSplit", leavesBehindTheSplit},
 };
 
 }  // namespace e2e
