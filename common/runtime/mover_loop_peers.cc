@@ -143,6 +143,26 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
                                     static_cast<std::uint32_t>(message.type)));
 }
 
+/// Whether nothing has been asked of that peer in this communicator yet. A peer that ended it when
+/// there was no link could not tell; its mover may be asleep, and looks at no message until it is
+/// woken. Once there is a link a peer tells of its end, so that once is enough.
+bool MoverLoop::firstOfPair(const Op& op) {
+  if (op.descriptor.peer == op.communicator->info.rank) return false;
+  Communicator::Pair& pair = op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)];
+  return !std::exchange(pair.asked, true);
+}
+
+/// A send asks whether the communicator goes on there: a direct one says nothing before its receive
+/// has come.
+void MoverLoop::tellWaiting(const Op& op) {
+  if (!firstOfPair(op)) return;
+  Message message{};
+  message.type = MessageType::Waiting;
+  address(op, &message);
+  op.link->send(message);
+  op.link->connection()->nudge();
+}
+
 /// A communicator that ended here before there was a link could not tell this peer, whose bytes are
 /// thrown away: it must not take them for received.
 void MoverLoop::answerIfEnded(Link& link, const Message& message) {

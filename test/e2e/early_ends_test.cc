@@ -12,10 +12,12 @@ INSTANTIATE_TEST_SUITE_P(By, EndsBeforeTheLink, ::testing::Values("abort", "dest
 
 TEST_P(EndsBeforeTheLink, FailsWhatThePeerBegins) {
   for (const char* transport : {"shm", "tcp"}) {
-    for (const char* does : {"send", "receive"}) {
+    for (const char* does : {"send", "receive", "send linked", "receive linked"}) {
       SCOPED_TRACE(std::string(transport) + ", " + does);
       Job job("endsBeforeTheLink", 2);
-      job.argument("by", GetParam()).argument("does", does);
+      const std::string what = does;
+      job.argument("by", GetParam()).argument("does", what.substr(0, what.find(' ')));
+      job.argument("linked", what.find("linked") == std::string::npos ? "0" : "1");
       job.env("HOCCL_TRANSPORT", transport).finish();
       const std::string error = job.said(1, "error");
       EXPECT_NE(error.find("rank 0"), std::string::npos) << error;

@@ -13,9 +13,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 /// Rank 0 ends the communicator before its mover has a link to rank 1's; what rank 1 begins then
-/// ends in an error.
+/// ends in an error. With `linked` another communicator makes the link first, and the movers sleep
+/// when rank 1 begins.
 void endsBeforeTheLink(const Rank& rank) {
-  ncclComm_t comm = rank.communicator();
+  ncclComm_t comm = rank.communicator(), other = nullptr;
+  const bool linked = rank.argument("linked", "0") == "1";
+  if (linked) other = rank.communicator("other");
   rank.barrier("made");
   if (rank.rank == 0) {
     if (rank.argument("by", "abort") == "abort") {
@@ -24,11 +27,19 @@ void endsBeforeTheLink(const Rank& rank) {
       REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
     }
     rank.post("ended");
-    rank.await("seen");
-    return;
   }
   rank.await("ended");
   CUstream stream = newStream();
+  if (linked) {
+    traffic(other, 1, stream);
+    ::usleep(300'000);
+    rank.barrier("linked");
+  }
+  if (rank.rank == 0) {
+    rank.await("seen");
+    if (other) REQUIRE_NCCL(nccl().ncclCommDestroy(other));
+    return;
+  }
   Region buffer(96 << 20);
   buffer.poison(stream);
   awaitStream(stream, "prepared");
@@ -47,6 +58,7 @@ void endsBeforeTheLink(const Rank& rank) {
           std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count()));
   rank.post("seen");
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+  if (other) REQUIRE_NCCL(nccl().ncclCommDestroy(other));
 }
 
 /// One thread has all ranks of a communicator and splits it in one group; one rank or more get no
