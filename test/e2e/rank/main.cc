@@ -6,10 +6,6 @@
 
 #include "test/e2e/rank/rank.h"
 
-namespace e2e {
-extern const std::vector<Scenario> kEarlyEndScenarios;
-}
-
 int main(int argc, char** argv) {
   using namespace e2e;
   REQUIRE(argc >= 5, "usage: e2e_rank SCENARIO RANK RANKS FOLDER [NAME=VALUE…]");

@@ -152,7 +152,6 @@ void leavesBehindTheSplit(const Rank& rank) {
 
 }  // namespace
 
-extern const std::vector<Scenario> kEarlyEndScenarios;
 const std::vector<Scenario> kEarlyEndScenarios = {
     {"endsBeforeTheLink", endsBeforeTheLink},
     {"splitOfOneThread", splitOfOneThread},
