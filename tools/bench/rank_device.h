@@ -59,8 +59,8 @@ class RankDevice {
   DeviceInfo info_;
 };
 
-/// The large page of device memory. An allocation that is no multiple of it is mapped in small pages:
-/// copies into it from another GPU while copies go the other way take 1.4 times as long
+/// The large page of device memory. An allocation that is no multiple of 64 KiB is mapped in small
+/// pages: copies from another GPU into it take up to 1.35 times as long
 /// (docs/results/2026-11-30-2gpu-both-ways.txt).
 constexpr std::uint64_t kDevicePageBytes = 2 << 20;
 
