@@ -6,6 +6,18 @@
 #include "common/base/time.h"
 
 namespace hoccl::net_plugin {
+namespace {
+
+/// What a peer says to an end that closes.
+struct Discard final : FrameSink {
+  std::byte* place(const FrameHeader& /*header*/, Status* bad) override {
+    *bad = Status::error(Code::Remote, "a payload for an end that closes");
+    return nullptr;
+  }
+  void arrived(const FrameHeader& /*header*/) override {}
+};
+
+}  // namespace
 
 bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, std::size_t bytes) {
   if (!flush()) return false;
@@ -17,10 +29,12 @@ bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, st
 }
 
 void Endpoint::say(Kind kind, const Control& control) {
+  if (bundle_->endingSinceNs() != 0) return;  // nobody listens any more
   if (!sayNow(kind, control, nullptr, 0)) outbox_.push_back({kind, control});
 }
 
 bool Endpoint::flush() {
+  if (!outbox_.empty() && bundle_->endingSinceNs() != 0) outbox_.clear();
   while (!outbox_.empty()) {
     const Waiting& first = outbox_.front();
     if (!bundle_->sendControl(static_cast<std::uint16_t>(first.kind), pack(first.control), nullptr,
@@ -37,7 +51,7 @@ void Endpoint::receive(FrameSink& sink, bool* gone) {
   const bool goneBefore = bundle_->gone();  // first: what it said before can be taken afterwards
   (void)flush();
   const bool came = bundle_->receiveControl(sink);
-  *gone = goneBefore && !came;
+  *gone = goneBefore && !came && bundle_->controlOver();
 }
 
 Status Endpoint::whyGone() const {
@@ -57,9 +71,12 @@ void Endpoint::shut(bool linger) {
   if (!bundle_) return;
   const Deadline deadline = Deadline::afterMs(kLingerMs);
   (void)flush();
+  if (linger) bundle_->sayEnd();
+  Discard discard;
   while (linger && !bundle_->gone() && !bundle_->drained() && !deadline.passed()) {
     const timespec pause{0, 100000};
     ::nanosleep(&pause, nullptr);
+    (void)bundle_->receiveControl(discard);
   }
   bundle_.reset();
 }

@@ -484,6 +484,7 @@ void MoverLoop::arrived(Op* op, Op::Waiting what) {
 
 void MoverLoop::activate(Op* op) {
   if (op->send()) {
+    tellWaiting(*op);
     op->link->startSend(op);
     return;
   }
@@ -496,6 +497,7 @@ void MoverLoop::activate(Op* op) {
   address(*op, &message);
   offer(op, &message);
   op->link->send(message);
+  if (firstOfPair(*op)) op->link->connection()->nudge();
   op->link->startReceive(op);
 }
 

@@ -99,6 +99,9 @@ class MoverLoop final : public LinkOwner {
   // Communicators and peers.
   Communicator* byId(std::uint64_t id);
   void onMessage(Link& link, const Message& message);
+  static bool firstOfPair(const Op& op);
+  void tellWaiting(const Op& op);
+  void answerIfEnded(Link& link, const Message& message);
   void onReady(Link& link, const Message& message);
   void onFailed(Link& link, const Message& message);
   Link* linkTo(const PeerInfo& peer);
@@ -115,8 +118,6 @@ class MoverLoop final : public LinkOwner {
   // Direct copies within the node.
   [[nodiscard]] bool inReach(const Op& op) const;
   void offer(Op* op, Message* ready);
-  void tellWaiting(const Op& op);
-  void onWaiting(Link& link, const Message& message);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
   void targetImported(const LoopEvent& event);
   void unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial);

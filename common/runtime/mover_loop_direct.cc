@@ -43,29 +43,6 @@ void MoverLoop::offer(Op* op, Message* ready) {
   op->offered = true;
 }
 
-/// Nothing of a direct send is on its way before its receive has come, so that a peer which has
-/// ended the communicator before there was a link would never hear of it. Once for each pair: from
-/// then on the peer tells of its end.
-void MoverLoop::tellWaiting(const Op& op) {
-  Communicator::Pair& pair = op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)];
-  if (std::exchange(pair.asked, true)) return;
-  Message message{};
-  message.type = MessageType::Waiting;
-  address(op, &message);
-  op.link->send(message);
-  op.link->connection()->nudge();
-}
-
-void MoverLoop::onWaiting(Link& link, const Message& message) {
-  const Communicator* communicator = byId(message.communicator);
-  if (communicator && !communicator->failed) return;
-  Message answer = message;
-  answer.type = MessageType::Failed;
-  answer.slot = static_cast<std::uint32_t>(FailReason::Aborted);
-  std::swap(answer.source, answer.destination);
-  link.send(answer);
-}
-
 /// Both sides of a send within the node are known. This side alone decides how it moves, so that
 /// the two cannot disagree; the receiver takes what comes.
 void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {

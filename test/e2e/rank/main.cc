@@ -6,6 +6,10 @@
 
 #include "test/e2e/rank/rank.h"
 
+namespace e2e {
+extern const std::vector<Scenario> kEarlyEndScenarios;
+}
+
 int main(int argc, char** argv) {
   using namespace e2e;
   REQUIRE(argc >= 5, "usage: e2e_rank SCENARIO RANK RANKS FOLDER [NAME=VALUE…]");
@@ -23,7 +27,7 @@ int main(int argc, char** argv) {
        {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
         &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
-        &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
+        &kEarlyEndScenarios, &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
         &kDirectScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
