@@ -26,6 +26,20 @@ bool MoverLoop::inReach(const Op& op) const {
          op.descriptor.peer != op.communicator->info.rank;
 }
 
+/// From one place of this GPU's memory to another, as far as is known, with memory of a neighbour
+/// at hand.
+bool MoverLoop::mayDetour(const Op& send) {
+  Communicator& communicator = *send.communicator;
+  if (send.descriptor.peer != communicator.info.rank || !send.link->hasDetour() ||
+      send.descriptor.buffer.kind == BufferKind::Staging) {
+    return false;
+  }
+  // That of the same group is here, although it may not have started.
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(send.descriptor.peer)];
+  const PairWindow::Entry* entry = pair.receives.find(send.descriptor.pairSequence);
+  return entry && entry->op && entry->op->descriptor.buffer.kind != BufferKind::Staging;
+}
+
 /// The receive's Ready says where the sender may copy to; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
