@@ -6,6 +6,19 @@
 #include "common/base/time.h"
 
 namespace hoccl::net_plugin {
+namespace {
+
+/// What a peer says to an end that closes: places, and what concerns queue pairs.
+struct Discard final : FrameSink {
+  std::byte* place(const FrameHeader& header, Status* /*bad*/) override {
+    payload.resize(header.bytes);  // at most Bundle::kMaxControlPayload
+    return payload.data();
+  }
+  void arrived(const FrameHeader& /*header*/) override {}
+  std::vector<std::byte> payload;
+};
+
+}  // namespace
 
 Status Endpoint::makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
                           bool connecting) {
@@ -32,11 +45,13 @@ bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, st
 }
 
 void Endpoint::say(Kind kind, const Control& control, const DirectPlace* place) {
+  if (bundle_->endingSinceNs() != 0) return;  // nobody listens any more
   if (sayNow(kind, control, place, place != nullptr ? sizeof *place : 0)) return;
   outbox_.push_back({kind, control, place != nullptr ? *place : DirectPlace(), place != nullptr});
 }
 
 bool Endpoint::flush() {
+  if (!outbox_.empty() && bundle_->endingSinceNs() != 0) outbox_.clear();
   while (!outbox_.empty()) {
     const Waiting& first = outbox_.front();
     const std::size_t bytes = first.placed ? sizeof first.place : 0;
@@ -54,7 +69,7 @@ void Endpoint::receive(FrameSink& sink, bool* gone) {
   const bool goneBefore = bundle_->gone();  // first: what it said before can be taken afterwards
   (void)flush();
   const bool came = bundle_->receiveControl(sink);
-  *gone = goneBefore && !came;
+  *gone = goneBefore && !came && bundle_->controlOver();
 }
 
 Status Endpoint::whyGone() const {
@@ -83,9 +98,12 @@ void Endpoint::shut(bool linger) {
   }
   const Deadline deadline = Deadline::afterMs(kLingerMs);
   (void)flush();
+  if (linger) bundle_->sayEnd();
+  Discard discard;
   while (linger && !bundle_->gone() && !bundle_->drained() && !deadline.passed()) {
     const timespec pause{0, 100000};
     ::nanosleep(&pause, nullptr);
+    (void)bundle_->receiveControl(discard);
   }
   stopNics();
   bundle_.reset();

@@ -61,7 +61,8 @@ class Endpoint final : private LinkChannel {
   Status fail(const Status& status);
   /// Closes the sockets. With `linger` only once the peer's host has what was sent, or after
   /// kLingerMs: unread input (places, credits) at the close would make the kernel throw away what
-  /// is under way.
+  /// is under way. The peer is told first, and then says nothing; what it had said is read. So what
+  /// does not fit its host goes on by itself behind the close.
   void shut(bool linger);
 
   static constexpr std::uint64_t kLingerMs = 100;

@@ -36,6 +36,7 @@ class Agreement::Member {
   Status start(std::uint32_t phase, std::string payload, std::string veto);
   State poll();
   [[nodiscard]] State state() const { return state_; }
+  [[nodiscard]] bool said() const { return step_ == Step::Receive; }
   [[nodiscard]] const wire::Verdict& verdict() const { return verdict_; }
   [[nodiscard]] const Status& status() const { return status_; }
 
@@ -279,6 +280,7 @@ Status Agreement::start(std::uint32_t phase, std::string payload, std::string ve
 }
 Agreement::State Agreement::poll() { return member_->poll(); }
 Agreement::State Agreement::state() const { return member_->state(); }
+bool Agreement::said() const { return member_->said(); }
 const wire::Verdict& Agreement::verdict() const { return member_->verdict(); }
 const Status& Agreement::status() const { return member_->status(); }
 

@@ -45,11 +45,11 @@ class AgreementRoot {
   /// Makes a new nonce and gives the tail to write into the id NCCL has just filled. The address is
   /// the one NCCL advertises in it, else that of an interface. Needs start().
   Status newCommunicator(const char id[kUniqueIdBytes], Tail* tail);
-  /// The same without an id of NCCL's: for communicators that shrink out of one, whose lowest rank may
-  /// be this process. Needs start().
+  /// The same without an id of NCCL's: for communicators that shrink out of one, whose lowest rank
+  /// may be this process. Needs start().
   Status newRoot(Tail* tail);
-  /// When the process ends: waits until every verdict that stands has gone out, for at most so long.
-  /// Does nothing where this process has no root.
+  /// When the process ends: waits until every verdict that stands has gone out, for at most so
+  /// long. Does nothing where this process has no root.
   static void drainThisProcess(std::uint64_t timeoutMs);
   /// Ends thread and connections. Members that wait see their connection close.
   void stop();
@@ -103,6 +103,8 @@ class Agreement {
                       Clock::time_point deadline = Clock::time_point::max());
 
   [[nodiscard]] State state() const;
+  /// What start() was given is with the kernel; the root gets it even if nobody polls any more.
+  [[nodiscard]] bool said() const;
   /// The last finished phase's verdict: the same on all ranks.
   [[nodiscard]] const wire::Verdict& verdict() const;
   /// After Failed: Code::Timeout or Code::Remote with rank, address and what to look at.

@@ -10,6 +10,7 @@
 #include "plugin-tuner/comm_setup.h"
 #include "plugin-tuner/process_core.h"
 #include "plugin-tuner/real_nccl.h"
+#include "plugin-tuner/roll_call_answers.h"
 
 namespace hoccl {
 namespace {
@@ -50,6 +51,16 @@ bool advanceSetup(SteeredComm& comm) {
   return true;
 }
 
+/// Goes on with every set-up of the process: an application may ask for its communicators one after
+/// the other, and the first one's verdict needs what the others have to say.
+void advanceAll() {
+  std::vector<SteeredComm*> pending;
+  ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
+    if (comm.settingUp.load(std::memory_order_acquire)) pending.push_back(&comm);
+  });
+  for (SteeredComm* comm : pending) (void)advanceSetup(*comm);
+}
+
 /// A creation call has returned. In a group nothing has happened yet.
 ncclResult_t created(ncclResult_t result, const Creation& creation) {
   OpenGroup& open = openGroup();
@@ -60,7 +71,7 @@ ncclResult_t created(ncclResult_t result, const Creation& creation) {
   }
   if (result != ncclSuccess && result != ncclInProgress) return result;
   if (!creation.handle) {
-    onlyAnswerRollCall(creation);
+    if (creation.rollCall) RollCallAnswers::ofThisProcess().give(*creation.rollCall);
     return result;
   }
   if (!*creation.handle) return result;
@@ -139,22 +150,8 @@ Status release(ncclComm_t handle, OpKind kind) {
 
 }  // namespace
 
-/// A rank that is in no part of a split tells the others so. Bounded by the agreement; whether the
-/// others learn it in time is for them to say.
-void onlyAnswerRollCall(const Creation& creation) {
-  if (!creation.rollCall) return;
-  const std::int64_t color = creation.rollCall->color;
-  std::unique_ptr<Agreement> agreement = answerRollCall(*creation.rollCall);
-  Status status =
-      agreement->start(1, {reinterpret_cast<const char*>(&color), sizeof color}, std::string());
-  if (status && agreement->wait() == Agreement::State::Failed) status = agreement->status();
-  if (!status) {
-    logWarn("rank {} of {} could not tell the others that it is in no part of the split: {}",
-            creation.rollCall->rank, creation.rollCall->ranks, status.message());
-  }
-}
-
 SteeredComm* adoptCommunicator(ncclComm_t handle, const Creation& creation) {
+  RollCallAnswers::ofThisProcess().tend();
   SteeredComm* comm = ProcessCore::get().comms().add(handle);
   if (!comm) {
     logError("more than {} communicators alive: this one cannot take part in the agreement",
@@ -194,6 +191,7 @@ ncclResult_t finishSetups(const std::vector<SteeredComm*>& comms) {
     pending = false;
     for (SteeredComm* comm : comms) pending = !advanceSetup(*comm) || pending;
     if (pending) {
+      advanceAll();
       const timespec nap{0, 200'000};
       ::nanosleep(&nap, nullptr);
     }
@@ -389,6 +387,7 @@ ncclResult_t commGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
   const ncclResult_t result = callReal(realNccl.ncclCommGetAsyncError, handle, error);
   if (!comm || comm->ended || result != ncclSuccess || *error != ncclSuccess) return result;
   if (!advanceSetup(*comm)) {
+    advanceAll();
     *error = ncclInProgress;
   } else if (Status status = comm->health(); !status) {
     *error = refuse(*comm, status);

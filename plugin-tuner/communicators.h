@@ -34,8 +34,6 @@ const char* getLastError(ncclComm_t comm);
 /// Registers a communicator NCCL has created and begins to agree about it. Null if there are too
 /// many.
 SteeredComm* adoptCommunicator(ncclComm_t handle, const Creation& creation);
-/// For a creation without a communicator for this rank.
-void onlyAnswerRollCall(const Creation& creation);
 /// Waits for the verdict on communicators that were created blocking. Bounded by the agreement.
 ncclResult_t finishSetups(const std::vector<SteeredComm*>& comms);
 

@@ -9,6 +9,7 @@
 #include "plugin-tuner/operations.h"
 #include "plugin-tuner/process_core.h"
 #include "plugin-tuner/real_nccl.h"
+#include "plugin-tuner/roll_call_answers.h"
 #include "plugin-tuner/stats.h"
 
 namespace hoccl {
@@ -47,7 +48,11 @@ extern "C" __attribute__((visibility("default"))) const HocclCoreApi* hocclCoreS
   HOCCL_NEW_REAL_FUNCTIONS(X)
 #undef X
   if (ProcessCore::get().config().stats) std::atexit(printStats);
-  // The others may still be waiting for a verdict that this process has just learnt.
-  std::atexit([] { AgreementRoot::drainThisProcess(ProcessCore::get().config().timeoutMs); });
+  // The others may still be waiting for a verdict that this process has just learnt, or depends on
+  // what it has said.
+  std::atexit([] {
+    RollCallAnswers::ofThisProcess().finish();
+    AgreementRoot::drainThisProcess(ProcessCore::get().config().timeoutMs);
+  });
   return &kApi;
 }

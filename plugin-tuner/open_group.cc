@@ -6,6 +6,7 @@
 #include "plugin-tuner/call_support.h"
 #include "plugin-tuner/communicators.h"
 #include "plugin-tuner/real_nccl.h"
+#include "plugin-tuner/roll_call_answers.h"
 
 namespace hoccl {
 namespace {
@@ -104,11 +105,12 @@ ncclResult_t groupEnd() {
     if (!creation.handle || !*creation.handle) continue;
     if (SteeredComm* comm = adoptCommunicator(*creation.handle, creation)) comms.push_back(comm);
   }
-  if (result != ncclInProgress) result = finishSetups(comms);
+  // First what the others wait for, who may be ranks of this thread.
   for (const Creation& creation : creations) {
-    if (!creation.handle) onlyAnswerRollCall(creation);
+    if (creation.handle || !creation.rollCall) continue;
+    RollCallAnswers::ofThisProcess().give(*creation.rollCall);
   }
-  return result;
+  return result == ncclInProgress ? result : finishSetups(comms);
 }
 
 }  // namespace hoccl

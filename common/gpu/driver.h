@@ -70,6 +70,8 @@ namespace hoccl {
   X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle)             \
   X(cuMemExportToShareableHandle, cuMemExportToShareableHandle)           \
   X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle)       \
+  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity)         \
+  X(cuMemCreate, cuMemCreate)                                             \
   X(cuMemRelease, cuMemRelease)                                           \
   X(cuMemAddressReserve, cuMemAddressReserve)                             \
   X(cuMemAddressFree, cuMemAddressFree)                                   \
@@ -144,8 +146,8 @@ class ContextGuard {
   bool pushed_ = false;
 };
 
-/// Whether a stream says itself to which context it belongs; not so the default, legacy and per-thread
-/// streams, which are those of the current context.
+/// Whether a stream says itself to which context it belongs; not so the default, legacy and
+/// per-thread streams, which are those of the current context.
 inline bool namesItsContext(CUstream stream) {
   return stream != nullptr && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD;
 }

@@ -37,6 +37,9 @@ class StreamLane final : public Lane {
     if (direction_ == LaneDirection::ToPeer) {
       HOCCL_RETURN_IF_ERROR(
           HOCCL_CU(driver_, cuMemcpyDtoDAsync(job.peer, job.device, job.bytes, stream_)));
+    } else if (direction_ == LaneDirection::FromPeer) {
+      HOCCL_RETURN_IF_ERROR(
+          HOCCL_CU(driver_, cuMemcpyDtoDAsync(job.device, job.peer, job.bytes, stream_)));
     } else if (job.staging) {
       const bool out = direction_ == LaneDirection::ToHost;
       HOCCL_RETURN_IF_ERROR(HOCCL_CU(

@@ -20,13 +20,13 @@ struct LaneJob {
   /// the device, by both of its copy engines and no CPU.
   std::byte* staging = nullptr;
   std::byte* host = nullptr;  ///< host side of the copy, in registered memory
-  CUdeviceptr peer = 0;       ///< ToPeer, in place of `host`: memory of another device
+  CUdeviceptr peer = 0;       ///< To and FromPeer, in place of `host`: memory of another device
   std::uint64_t bytes = 0;
   std::array<FlagWrite, 2> writes;  ///< those whose address is set
 };
 
-/// ToPeer: from this device into another one's memory.
-enum class LaneDirection { ToHost, ToDevice, ToPeer };
+/// ToPeer, FromPeer: from this device into another one's memory, and from there into this one.
+enum class LaneDirection { ToHost, ToDevice, ToPeer, FromPeer };
 
 /// A copy engine's queue for one direction: copies and the flag writes behind them, in order. It
 /// never blocks as long as the owner keeps few jobs in flight.

@@ -30,7 +30,7 @@ struct ChunkRules {
     return !c.link->shared_ && c.place.ready->reached(c.turn);
   }
   static void countCopied(Chunk& c) {
-    --(c.direct ? c.link->owner_->peerLanes() : c.link->owner_->outLanes()).inFlight;
+    --c.link->outLanesOf(c).inFlight;
     --c.link->outCopying_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
@@ -62,13 +62,17 @@ struct ChunkRules {
     c.link->owner_->copyEnded(*op, c.length);
   }
   static bool mayCopyIn(const Chunk& c) {
-    return c.op && !c.direct && c.place.ready->reached(c.turn) && c.link->owner_->inLanes().room();
+    return c.op && !c.direct && c.place.ready->reached(c.turn) && c.link->inLanesOf(c).room();
   }
   static void copyIn(Chunk& c) {
     Link& link = *c.link;
     LaneJob job;
     userSide(*c.op, c.offset, &job);
-    job.host = c.place.data;
+    if (c.detour) {
+      job.peer = link.detourOf(c);
+    } else {
+      job.host = c.place.data;
+    }
     job.bytes = c.length;
     // `finish` first: once the slot's flag shows, nothing of this operation is still to be written.
     if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
@@ -77,7 +81,7 @@ struct ChunkRules {
     ++c.op->copiesInFlight;
     ++link.inCopying_;
     c.state = ChunkState::Copying;  // before fatal(), which takes receives off announced chunks
-    if (Status status = link.owner_->inLanes().submit(job); !status) {
+    if (Status status = link.inLanesOf(c).submit(job); !status) {
       link.owner_->fatal(status);
       c.place.credit->set(c.turn);  // no copy runs that would
     }
@@ -91,7 +95,7 @@ struct ChunkRules {
   }
   static bool copiedIn(const Chunk& c) { return c.place.credit->reached(c.turn); }
   static void countCopiedIn(Chunk& c) {
-    --c.link->owner_->inLanes().inFlight;
+    --c.link->inLanesOf(c).inFlight;
     --c.link->inCopying_;
     --c.link->inBusy_;
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
@@ -223,6 +227,7 @@ bool Link::announce(const Message& message) {
   chunk.length = message.length;
   chunk.announcement = message;
   chunk.direct = direct;
+  chunk.detour = detour_ && out_[message.slot].detour;  // on this link they are one slot
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
     case Claim::Ready:
@@ -264,16 +269,26 @@ void Link::mirrorChunk(const Chunk& out, Op* mirror) {
   announced_.push_back(&chunk);
 }
 
+SharedLanes& Link::outLanesOf(const Chunk& chunk) {
+  if (chunk.direct) return owner_->peerLanes();
+  return chunk.detour ? detour_->out : owner_->outLanes();
+}
+
+SharedLanes& Link::inLanesOf(const Chunk& chunk) {
+  return chunk.detour ? detour_->in : owner_->inLanes();
+}
+
 /// Turns to the next send that may have a chunk now; false: none.
 bool Link::nextToMove() {
   const bool out = owner_->outLanes().room(), peer = owner_->peerLanes().room();
-  if (!out && !peer) return false;
+  const bool detour = detour_ && detour_->out.room();
+  if (!out && !peer && !detour) return false;
   for (std::size_t tried = 0; tried < sends_.size(); ++tried, ++nextSend_) {
     if (nextSend_ >= sends_.size()) nextSend_ = 0;
     const Op& op = *sends_[nextSend_];
     if (op.route == Op::Route::Direct) {
       if (peer) return true;
-    } else if (out && (op.matched || eager_ < eagerLimit_)) {
+    } else if ((op.detour ? detour : out) && (op.matched || eager_ < eagerLimit_)) {
       return true;
     }
   }
@@ -285,6 +300,8 @@ LaneJob Link::jobOf(const Chunk& chunk, Op& op) {
   userSide(op, chunk.offset, &job);
   if (chunk.direct) {
     job.peer = op.targetAddress;
+  } else if (chunk.detour) {
+    job.peer = detourOf(chunk);
   } else {
     job.host = chunk.place.data;
   }
@@ -301,6 +318,7 @@ bool Link::claimOut() {
   Op& op = *sends_[nextSend_];
   Chunk& chunk = out_[freeOut_.back()];
   chunk.direct = op.route == Op::Route::Direct;
+  chunk.detour = op.detour;
   chunk.offset = op.issued;
   chunk.length = chunk.direct ? op.descriptor.bytes
                               : chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
@@ -330,8 +348,7 @@ bool Link::claimOut() {
   } else {
     ++nextSend_;
   }
-  SharedLanes& lanes = chunk.direct ? owner_->peerLanes() : owner_->outLanes();
-  if (Status status = lanes.submit(job); !status) {
+  if (Status status = outLanesOf(chunk).submit(job); !status) {
     // Announced, but never filled: `ready` must not show, or the receiver would take it for the
     // bytes.
     owner_->fatal(status);

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "common/gpu/host_registration.h"
-#include "common/gpu/lane.h"
 #include "common/net/transport.h"
 #include "common/runtime/op.h"
 #include "common/runtime/peer_imports.h"
+#include "common/runtime/shared_lanes.h"
 
 namespace hoccl {
 
@@ -40,31 +40,11 @@ struct Chunk {
   Link* link = nullptr;
   bool direct = false;  ///< the bytes do not come through the slot
   bool eager = false;   ///< out: sent before the receiver was ready
+  bool detour = false;  ///< the bytes are in the link's Detour instead of the slot
   /// In: no receive is ready for it yet, so the slot keeps the bytes. With neither `op` nor `early`
   /// nobody wants them any more.
   bool early = false;
   Message announcement{};  ///< in
-};
-
-/// The lanes of one direction, shared by all links of a mover. Two, used in turn: while one writes
-/// a chunk's flag, which ends with a fence, the other copies (docs/staging.md). The number of jobs
-/// in flight is bounded, since a full queue would block the submitting call.
-struct SharedLanes {
-  static constexpr std::size_t kCount = 2;
-  std::array<std::unique_ptr<Lane>, kCount> lanes;
-  std::uint32_t depth = 1;
-  std::uint32_t inFlight = 0;
-  std::size_t next = 0;
-  [[nodiscard]] bool room() const { return inFlight < depth; }
-  /// `scratch` holds a job of `bytes` for each lane.
-  void useScratch(CUdeviceptr scratch, std::uint64_t bytes) {
-    for (std::size_t i = 0; i < kCount; ++i) lanes[i]->useScratch(scratch + i * bytes);
-  }
-  Status submit(const LaneJob& job) {
-    ++inFlight;
-    next = (next + 1) % kCount;
-    return lanes[next]->submit(job);
-  }
 };
 
 /// What the mover knows of a chunk's receive.
@@ -110,6 +90,9 @@ class Link {
   [[nodiscard]] bool up() const { return connection_ != nullptr; }
   void establish(std::unique_ptr<Connection> connection, HostRegistration registration);
   [[nodiscard]] Connection* connection() const { return connection_.get(); }
+  /// Of the link to this mover itself: sends with `Op::detour` take it from now on.
+  void useDetour(std::unique_ptr<Detour> detour) { detour_ = std::move(detour); }
+  [[nodiscard]] bool hasDetour() const { return detour_ != nullptr; }
 
   /// Queues a message; kept here while the connection has no room.
   void send(const Message& message);
@@ -143,7 +126,8 @@ class Link {
   [[nodiscard]] bool quiet() const { return outBusy_ == 0 && !active(); }
   /// Something here moves, or waits only for room.
   [[nodiscard]] bool active() const {
-    return outCopying_ + outSending_ > 0 || inBusy_ > early_ || !sends_.empty() || !backlog_.empty();
+    return outCopying_ + outSending_ > 0 || inBusy_ > early_ || !sends_.empty() ||
+           !backlog_.empty();
   }
   /// What this side's slots and messages held for the peer is on its host, or never will be. Some
   /// system calls.
@@ -173,6 +157,11 @@ class Link {
   bool nextToMove();
   bool claimOut();
   LaneJob jobOf(const Chunk& chunk, Op& op);
+  [[nodiscard]] CUdeviceptr detourOf(const Chunk& chunk) const {
+    return detour_->memory + chunk.slot * detour_->stride;
+  }
+  SharedLanes& outLanesOf(const Chunk& chunk);
+  SharedLanes& inLanesOf(const Chunk& chunk);
   void mirrorChunk(const Chunk& out, Op* mirror);
   bool flushMessages();
 
@@ -181,6 +170,7 @@ class Link {
   // The registration goes before the memory it registers: members are destroyed in reverse order.
   std::unique_ptr<Connection> connection_;
   HostRegistration registration_;
+  std::unique_ptr<Detour> detour_;
   bool shared_ = false;
   bool peerAbandoned_ = false;
   bool leaving_ = false;
@@ -195,7 +185,7 @@ class Link {
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
   std::uint32_t incoming_ = 0;    ///< in-slots of direct copies
   std::uint32_t outSending_ = 0;  ///< out-slots whose write the connection has not taken
-  std::uint32_t eager_ = 0;  ///< out-slots in use by eager chunks
+  std::uint32_t eager_ = 0;       ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;
   PeerImports imports_;
   ToldPeer told_;

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <utility>
 
 #include "common/base/log.h"
 #include "common/base/shared_memory.h"
@@ -211,6 +212,8 @@ void MoverControl::connect(const ControlRequest& request) {
       linkFailed(peer, status.inContext("no staging memory for operations of a rank with itself"));
       return;
     }
+    hasLoopback_ = true;
+    makeDetour();  // before the link is up, so that the first operation can use it
     established(std::move(loopback));
     return;
   }
@@ -392,6 +395,38 @@ Status MoverControl::makeScratch() {
   return {};
 }
 
+/// Once there are both operations of the rank with itself and a neighbour.
+void MoverControl::makeDetour() {
+  if (!hasLoopback_ || !neighbour_ || std::exchange(detourTried_, true)) return;
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::DetourMade;
+  event.peer = self_;
+  event.detour = std::make_unique<Detour>();
+  if (Status status = allocateDetour(event.detour.get()); !status) {
+    logInfo("what this rank copies to itself goes through host memory: {}", status.message());
+    return;
+  }
+  post(std::move(event));
+}
+
+Status MoverControl::allocateDetour(Detour* detour) {
+  const std::uint64_t bytes = loopback_.slots * loopback_.slotBytes;
+  Status status = PeerMemory::create(driver_, device_, *neighbour_, bytes, &detour_);
+  if (!status) {
+    return status.inContext(
+        fmt::format("no {} bytes on GPU {} (HOCCL_SLOTS times "
+                    "HOCCL_SLOT_BYTES)",
+                    bytes, *neighbour_));
+  }
+  for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::ToPeer, &detour->out.lanes[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::FromPeer, &detour->in.lanes[i]));
+  }
+  detour->memory = detour_.address();
+  detour->stride = loopback_.slotBytes;
+  return {};
+}
+
 Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
   AddStaging request{};
   std::memcpy(&request, data, sizeof request);
@@ -493,7 +528,18 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
     event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
                                          getText(records[i].host), records[i].pid, direct});
   }
+  for (std::uint64_t step = 1; step < request.ranks && !neighbour_; ++step) {
+    // The next rank, so that each GPU of a node is the neighbour of one.
+    const std::uint64_t i = (static_cast<std::uint64_t>(request.rank) + step) % request.ranks;
+    const std::string uuid = getText(records[i].gpuUuid);
+    CUdevice device = 0;
+    if (event.communicator->peers[i].direct && !uuid.empty() &&
+        deviceByUuid(driver_, uuid, &device) && device != device_) {
+      neighbour_ = device;
+    }
+  }
   post(std::move(event));
+  makeDetour();
   return {};
 }
 

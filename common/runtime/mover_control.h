@@ -3,6 +3,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "common/base/fd.h"
 #include "common/base/shared_memory.h"
 #include "common/base/time.h"
+#include "common/gpu/peer_memory.h"
 #include "common/runtime/mover_events.h"
 #include "common/runtime/span_mapper.h"
 
@@ -53,6 +55,8 @@ class MoverControl {
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
   Status addSpan(const void* data, const std::vector<UniqueFd>& fds, std::uint32_t* refused);
   Status makeScratch();
+  void makeDetour();
+  Status allocateDetour(Detour* detour);
   void acceptAll();
   void advanceAttempts();
   void greet(Attempt& attempt);
@@ -88,6 +92,11 @@ class MoverControl {
   };
   std::map<std::uint64_t, StagingMemory> staging_;
   bool hasScratch_ = false;
+  bool hasLoopback_ = false;
+  /// A GPU that this one copies to directly.
+  std::optional<CUdevice> neighbour_;
+  bool detourTried_ = false;
+  PeerMemory detour_;
   SpanMapper spans_;
   std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
 };

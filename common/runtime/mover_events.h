@@ -1,8 +1,8 @@
 #pragma once
 
 // What the mover's two threads say to each other. The loop moves data and never waits for anything
-// else; the control thread makes the calls that take milliseconds (imports, registrations, set-up of
-// connections) and watches the application and the peers.
+// else; the control thread makes the calls that take milliseconds (imports, registrations, set-up
+// of connections) and watches the application and the peers.
 
 #include <cstdint>
 #include <memory>
@@ -12,15 +12,16 @@
 #include "common/gpu/host_registration.h"
 #include "common/net/transport.h"
 #include "common/runtime/segment.h"
+#include "common/runtime/shared_lanes.h"
 #include "common/runtime/spsc_queue.h"
 
 namespace hoccl {
 
 /// Where a rank of a communicator can be reached.
 struct PeerInfo {
-  PeerId mover;          ///< all zero: this rank cannot be reached from here
-  std::string address;   ///< of its transport
-  std::string host;      ///< for messages
+  PeerId mover;         ///< all zero: this rank cannot be reached from here
+  std::string address;  ///< of its transport
+  std::string host;     ///< for messages
   std::uint64_t pid = 0;
   bool direct = false;  ///< copies may go straight from GPU to GPU
 };
@@ -44,6 +45,7 @@ struct LoopEvent {
     SpanAdded,
     Unmapped,
     Scratch,
+    DetourMade,
     Stop
   };
   Kind kind = Kind::None;
@@ -54,6 +56,7 @@ struct LoopEvent {
   std::uint64_t allocation = 0;  ///< Imported, Unmapped
   std::uint64_t serial = 0;      ///< the same of a peer's memory: PeerImport::serial, and `peer`
   BufferRef buffer{};            ///< SpanAdded
+  std::unique_ptr<Detour> detour;
   CUdeviceptr address = 0;  ///< Imported, SpanAdded: of the buffer; Scratch: of the lanes' memory
   Status status;
 };
@@ -76,7 +79,7 @@ struct MoverQueues {
   static constexpr std::size_t kCapacity = 4096;
   SpscQueue<LoopEvent> toLoop{kCapacity};
   SpscQueue<ControlRequest> toControl{kCapacity};
-  int loopEventFd = -1;     ///< also rung by the application
+  int loopEventFd = -1;  ///< also rung by the application
   int controlEventFd = -1;
 };
 

@@ -145,6 +145,10 @@ bool MoverLoop::takeEvents() {
         out_.useScratch(event.address, slotBytes_);
         in_.useScratch(event.address + SharedLanes::kCount * slotBytes_, slotBytes_);
         break;
+      case LoopEvent::Kind::DetourMade:
+        event.detour->out.depth = event.detour->in.depth = peer_.depth;
+        links_.at(event.peer)->useDetour(std::move(event.detour));
+        break;
       case LoopEvent::Kind::Stop:
         stopping_ = true;
         stopDeadlineNs_ = monotonicNs() + timeoutNs_;
@@ -269,9 +273,10 @@ void MoverLoop::rest(bool moved) {
 
 void MoverLoop::tryStop() {
   // Without shared slots what has been copied out still has to reach the peer.
-  const bool quiet =
-      out_.inFlight + in_.inFlight + peer_.inFlight == 0 &&
-      std::all_of(links_.begin(), links_.end(), [](const auto& e) { return e.second->drained(); });
+  const bool quiet = out_.inFlight + in_.inFlight + peer_.inFlight == 0 &&
+                     std::all_of(links_.begin(), links_.end(), [](const auto& e) {
+                       return !e.second->copying() && e.second->drained();
+                     });
   if (quiet || monotonicNs() > stopDeadlineNs_) stopped_ = true;
 }
 
@@ -484,6 +489,8 @@ void MoverLoop::arrived(Op* op, Op::Waiting what) {
 
 void MoverLoop::activate(Op* op) {
   if (op->send()) {
+    tellWaiting(*op);
+    op->detour = mayDetour(*op);
     op->link->startSend(op);
     return;
   }
@@ -496,6 +503,7 @@ void MoverLoop::activate(Op* op) {
   address(*op, &message);
   offer(op, &message);
   op->link->send(message);
+  if (firstOfPair(*op)) op->link->connection()->nudge();
   op->link->startReceive(op);
 }
 

@@ -99,6 +99,9 @@ class MoverLoop final : public LinkOwner {
   // Communicators and peers.
   Communicator* byId(std::uint64_t id);
   void onMessage(Link& link, const Message& message);
+  static bool firstOfPair(const Op& op);
+  void tellWaiting(const Op& op);
+  void answerIfEnded(Link& link, const Message& message);
   void onReady(Link& link, const Message& message);
   void onFailed(Link& link, const Message& message);
   Link* linkTo(const PeerInfo& peer);
@@ -115,8 +118,7 @@ class MoverLoop final : public LinkOwner {
   // Direct copies within the node.
   [[nodiscard]] bool inReach(const Op& op) const;
   void offer(Op* op, Message* ready);
-  void tellWaiting(const Op& op);
-  void onWaiting(Link& link, const Message& message);
+  [[nodiscard]] static bool mayDetour(const Op& send);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
   void targetImported(const LoopEvent& event);
   void unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial);
@@ -159,7 +161,7 @@ class MoverLoop final : public LinkOwner {
   std::uint32_t pendingOps_ = 0;
   std::uint32_t unsettled_ = 0;  ///< receives that have failed and wait for their peer's word
   std::uint64_t settleByNs_ = 0;
-  bool toldStaged_ = false;  ///< that some memory of peers cannot be mapped
+  bool toldStaged_ = false;              ///< that some memory of peers cannot be mapped
   bool abandoned_ = false;               ///< a dead peer's link is still there
   bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index

@@ -26,6 +26,20 @@ bool MoverLoop::inReach(const Op& op) const {
          op.descriptor.peer != op.communicator->info.rank;
 }
 
+/// From one place of this GPU's memory to another, as far as is known, with memory of a neighbour
+/// at hand.
+bool MoverLoop::mayDetour(const Op& send) {
+  Communicator& communicator = *send.communicator;
+  if (send.descriptor.peer != communicator.info.rank || !send.link->hasDetour() ||
+      send.descriptor.buffer.kind == BufferKind::Staging) {
+    return false;
+  }
+  // That of the same group is here, although it may not have started.
+  Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(send.descriptor.peer)];
+  const PairWindow::Entry* entry = pair.receives.find(send.descriptor.pairSequence);
+  return entry && entry->op && entry->op->descriptor.buffer.kind != BufferKind::Staging;
+}
+
 /// The receive's Ready says where the sender may copy to; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
@@ -41,29 +55,6 @@ void MoverLoop::offer(Op* op, Message* ready) {
   ready->turn = buffer.allocationId;
   ready->offset = buffer.offset;
   op->offered = true;
-}
-
-/// Nothing of a direct send is on its way before its receive has come, so that a peer which has
-/// ended the communicator before there was a link would never hear of it. Once for each pair: from
-/// then on the peer tells of its end.
-void MoverLoop::tellWaiting(const Op& op) {
-  Communicator::Pair& pair = op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)];
-  if (std::exchange(pair.asked, true)) return;
-  Message message{};
-  message.type = MessageType::Waiting;
-  address(op, &message);
-  op.link->send(message);
-  op.link->connection()->nudge();
-}
-
-void MoverLoop::onWaiting(Link& link, const Message& message) {
-  const Communicator* communicator = byId(message.communicator);
-  if (communicator && !communicator->failed) return;
-  Message answer = message;
-  answer.type = MessageType::Failed;
-  answer.slot = static_cast<std::uint32_t>(FailReason::Aborted);
-  std::swap(answer.source, answer.destination);
-  link.send(answer);
 }
 
 /// Both sides of a send within the node are known. This side alone decides how it moves, so that

@@ -115,10 +115,11 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
       return;
     case MessageType::Chunk:
     case MessageType::Direct:
-      if (link.announce(message)) return;
-      break;
+      if (!link.announce(message)) break;
+      answerIfEnded(link, message);
+      return;
     case MessageType::Waiting:
-      onWaiting(link, message);
+      answerIfEnded(link, message);
       return;
     case MessageType::Handle:
       if (link.imports().tell(message)) return;
@@ -140,6 +141,39 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
   }
   peerGone(link.peer(), fmt::format("its mover sent a message of type {} that makes no sense here",
                                     static_cast<std::uint32_t>(message.type)));
+}
+
+/// Whether nothing has been asked of that peer in this communicator yet. A peer that ended it when
+/// there was no link could not tell; its mover may be asleep, and looks at no message until it is
+/// woken. Once there is a link a peer tells of its end, so that once is enough.
+bool MoverLoop::firstOfPair(const Op& op) {
+  if (op.descriptor.peer == op.communicator->info.rank) return false;
+  Communicator::Pair& pair = op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)];
+  return !std::exchange(pair.asked, true);
+}
+
+/// A send asks whether the communicator goes on there: a direct one says nothing before its receive
+/// has come.
+void MoverLoop::tellWaiting(const Op& op) {
+  if (!firstOfPair(op)) return;
+  Message message{};
+  message.type = MessageType::Waiting;
+  address(op, &message);
+  op.link->send(message);
+  op.link->connection()->nudge();
+}
+
+/// A communicator that ended here before there was a link could not tell this peer, whose bytes are
+/// thrown away: it must not take them for received.
+void MoverLoop::answerIfEnded(Link& link, const Message& message) {
+  const Communicator* communicator = byId(message.communicator);
+  if (communicator && !communicator->failed) return;
+  Message answer = message;
+  answer.type = MessageType::Failed;
+  answer.slot =
+      static_cast<std::uint32_t>(communicator ? communicator->reason : FailReason::Aborted);
+  std::swap(answer.source, answer.destination);
+  link.send(answer);
 }
 
 void MoverLoop::onReady(Link& link, const Message& message) {
@@ -175,8 +209,8 @@ Claim MoverLoop::claim(const Message& message, Op** op) {
           message.pairSequence);
   if (!entry) return Claim::Unwanted;
   // A direct copy began before the peer knew of the failure: its end has to be waited for.
-  const bool overtaken = message.type == MessageType::Direct && entry->op && entry->op->failed &&
-                         entry->op->offered;
+  const bool overtaken =
+      message.type == MessageType::Direct && entry->op && entry->op->failed && entry->op->offered;
   if (overtaken) {
     --unsettled_;
     *op = entry->op;
@@ -195,8 +229,8 @@ Claim MoverLoop::claim(const Message& message, Op** op) {
 void MoverLoop::onFailed(Link& link, const Message& message) {
   Communicator* communicator = byId(message.communicator);
   if (link.connection()->sharedSlots()) {
-    // Behind the announcement of every direct copy of this pair. This side makes no further one: what
-    // is not announced is failed below.
+    // Behind the announcement of every direct copy of this pair. This side makes no further one:
+    // what is not announced is failed below.
     Message answer{};
     answer.type = MessageType::Settled;
     answer.communicator = message.communicator;
@@ -255,7 +289,8 @@ void MoverLoop::linkUp(LoopEvent& event) {
     if (!communicator) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
       if (communicator->info.peers[rank].mover != event.peer) continue;
-      // It failed when there was no link to tell this peer by, and may be asleep when the peer asks.
+      // It failed when there was no link to tell this peer by, and may be asleep when the peer
+      // asks.
       if (communicator->failed) tellPeer(*communicator, rank, link, communicator->reason);
       auto collect = [&](PairWindow::Entry& entry) {
         if (entry.op && (entry.op->waiting & Op::kForLink)) scratch_.push_back(entry.op);

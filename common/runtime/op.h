@@ -36,20 +36,21 @@ struct Op {
   CUdeviceptr address = 0;  ///< of the buffer in this process; of staging: the host address
   std::uint32_t waiting = 0;
   std::uint32_t copiesInFlight = 0;
-  std::uint64_t announced = 0;  ///< a receive: bytes the peer has announced
-  std::uint64_t issued = 0;  ///< bytes whose copy has been submitted
-  std::uint64_t done = 0;    ///< bytes whose copy has ended
+  std::uint64_t announced = 0;   ///< a receive: bytes the peer has announced
+  std::uint64_t issued = 0;      ///< bytes whose copy has been submitted
+  std::uint64_t done = 0;        ///< bytes whose copy has ended
   std::uint64_t chunkBytes = 0;  ///< a send: how it is cut
   bool matched = false;  ///< a send: the receiver has said Ready; before that only eager chunks go
   bool failed = false;
   Route route = Route::Staged;
+  bool detour = false;  ///< a send to its own rank: its chunks take the link's Detour
   /// A receive: the sender may copy into the buffer, and has not announced anything yet.
   bool offered = false;
   PeerImport* target = nullptr;   ///< a send's, if it goes directly
   CUdeviceptr targetAddress = 0;  ///< where in it
   Op* nextForTarget = nullptr;    ///< in the list of those that wait for `target`
-  Op* partner = nullptr;  ///< a send: its mirror; a mirror: its send; while neither is over
-  Op* next = nullptr;  ///< in the one list it is on: free, or waiting for an import
+  Op* partner = nullptr;          ///< a send: its mirror; a mirror: its send; while neither is over
+  Op* next = nullptr;             ///< in the one list it is on: free, or waiting for an import
 
   [[nodiscard]] bool send() const { return descriptor.kind == OpKind::Send; }
   [[nodiscard]] bool mirror() const { return descriptor.kind == OpKind::Mirror; }
@@ -80,7 +81,8 @@ class OpPool {
   Op* free_ = nullptr;
 };
 
-/// All operations of one outermost group: they start when every stream has started and end together.
+/// All operations of one outermost group: they start when every stream has started and end
+/// together.
 struct Launch {
   struct Stream {
     std::uint32_t slot;

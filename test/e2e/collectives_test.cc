@@ -92,7 +92,7 @@ TEST_P(CollectivesOf, CopyOutAndInWhatTheyConsistOf) {
   job.finish(60);
   const int n = GetParam();
   const auto copies = [](int out, int in) {
-    return std::to_string(out) + " " + std::to_string(in);
+    return std::to_string(out) + " " + std::to_string(in) + " 0";
   };
   for (int rank = 0; rank < n; ++rank) {
     EXPECT_EQ(job.said(rank, "AllGather"), copies(n * (n - 1), n * n));

@@ -90,6 +90,45 @@ TEST(Direct, ThreadsWithACommunicatorEach) {
   for (int rank : {0, 1}) expectAll(job, rank, "direct", 240);
 }
 
+class DirectCollectivesOf : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, DirectCollectivesOf, ::testing::Values(2, 3));
+
+TEST_P(DirectCollectivesOf, AllRootsInAndOutOfPlaceAtOddSizesWithoutAnySm) {
+  Job job("collectives", GetParam());
+  job.oneNode().argument("small", "1003").finish(60);
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    EXPECT_EQ(total(job, rank, "nccl", "ops"), std::stoul(job.said(rank, "small")));
+    EXPECT_EQ(job.said(rank, "smOps"), "0");
+  }
+}
+
+/// A copy within a GPU would be a kernel: the own block goes to the neighbour's memory and back.
+TEST_P(DirectCollectivesOf, CopyNothingToTheHost) {
+  Job job("collectivesCopies", GetParam());
+  job.oneNode().finish(60);
+  const int n = GetParam();
+  const auto copies = [](int count) { return "0 0 " + std::to_string(count); };
+  for (int rank = 0; rank < n; ++rank) {
+    const bool root = rank == 1;
+    EXPECT_EQ(job.said(rank, "AllGather"), copies(n - 1 + 2));
+    EXPECT_EQ(job.said(rank, "AlltoAll"), copies(n - 1 + 2));
+    EXPECT_EQ(job.said(rank, "Gather"), copies(root ? 2 : 1));
+    EXPECT_EQ(job.said(rank, "Scatter"), copies(root ? n - 1 + 2 : 0));
+    EXPECT_EQ(job.said(rank, "Broadcast"), copies(root ? n - 1 + 2 : 0));
+    EXPECT_EQ(job.said(rank, "Bcast"), copies(root ? n - 1 : 0));
+  }
+}
+
+TEST_P(DirectCollectivesOf, OneSlotAndRandomDelays) {
+  Job job("collectives", GetParam());
+  job.oneNode()
+      .env("HOCCL_SLOTS", "1")
+      .env("HOCCL_SLOT_BYTES", "128KiB")
+      .env("HOCCL_LANE_DEPTH", "1");
+  job.env("EMUCUDA_DELAY_US", "200").env("EMUCUDA_SEED", "3").argument("small", "1003").finish(60);
+  for (int rank = 0; rank < GetParam(); ++rank) EXPECT_EQ(job.said(rank, "smOps"), "0");
+}
+
 TEST(Direct, SwitchedOff) {
   Job job("bothWays", 2);
   job.oneNode().env("HOCCL_P2P", "0").finish();

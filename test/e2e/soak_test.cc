@@ -62,6 +62,26 @@ const Variant kVariants[] = {
      2,
      false,
      {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_DELAY_US", "30"}, {"HOCCL_IMPORT_CACHE", "8"}}},
+    {"FourNodesTcp",
+     4,
+     false,
+     {{"HOCCL_TRANSPORT", "tcp"},
+      {"NCCL_SOCKET_IFNAME", "lo"},
+      {"HOCCL_SOCKET_NTHREADS", "3"},
+      {"HOCCL_NSOCKS_PERTHREAD", "2"},
+      {"HOCCL_SLOT_BYTES", "512KiB"}}},
+    {"IdleOften",
+     2,
+     true,
+     {{"HOCCL_IMPORT_IDLE_MS", "1"}, {"HOCCL_SPIN_US", "0"}, {"HOCCL_FLAG_POOL", "16"}}},
+    {"SegmentsIdleOften",
+     2,
+     false,
+     {{"E2E_MEMORY", "mapped"}, {"HOCCL_IMPORT_IDLE_MS", "1"}, {"HOCCL_IMPORT_CACHE", "1"}}},
+    {"AppCopies",
+     2,
+     false,
+     {{"HOCCL_APP_COPIES", "always"}, {"HOCCL_APP_COPY_BYTES", "1MiB"}}},
 };
 
 std::uint64_t seedOf(std::size_t variant) {
@@ -132,7 +152,7 @@ TEST_P(Soak, EveryByteOfRandomOperations) {
       const auto ops = [&](const char* path) {
         return comm["paths"][path]["ops"].template get<std::uint64_t>();
       };
-      its += ops("staged") + ops("direct");
+      its += ops("staged") + ops("direct") + ops("app-copies");
       direct += ops("direct");
     }
     EXPECT_EQ(std::to_string(its), job.said(rank, "expectedSteered")) << "rank " << rank;

@@ -133,7 +133,8 @@ EmulatorCounters RankDevice::emulatorCounters() const {
 Status DeviceBuffer::allocate(const Driver* driver, std::uint64_t bytes) {
   release();
   driver_ = driver;
-  Status status = HOCCL_CU(driver, cuMemAlloc(&pointer_, bytes));
+  const std::uint64_t whole = (bytes + kDevicePageBytes - 1) / kDevicePageBytes * kDevicePageBytes;
+  Status status = HOCCL_CU(driver, cuMemAlloc(&pointer_, whole));
   if (!status) pointer_ = 0;
   return status.inContext(fmt::format("{} bytes of device memory", bytes));
 }

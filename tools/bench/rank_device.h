@@ -59,7 +59,12 @@ class RankDevice {
   DeviceInfo info_;
 };
 
-/// Device memory from cuMemAlloc; freed at the end.
+/// The large page of device memory. An allocation that is no multiple of 64 KiB is mapped in small
+/// pages: copies from another GPU into it take up to 1.35 times as long
+/// (docs/results/2026-11-30-2gpu-both-ways.txt).
+constexpr std::uint64_t kDevicePageBytes = 2 << 20;
+
+/// Device memory from cuMemAlloc, in whole pages, as allocators take it; freed at the end.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/base/log.h"
+#include "common/base/time.h"
 #include "common/net/tcp/bundle_sockets.h"
 #include "common/net/tcp/socket_workers.h"
 
@@ -94,8 +95,15 @@ class TcpBundle final : public Bundle {
       default:
         break;
     }
+    if (counter.any && workers_.ending()) lastMessageNs_ = monotonicNs();
     return counter.any;
   }
+  [[nodiscard]] bool controlOver() const override {
+    if (receiveEnded_ || workers_.cut()) return true;
+    const std::uint64_t since = workers_.endingSinceNs();
+    return since != 0 && monotonicNs() > std::max(since, lastMessageNs_) + kLastBytesNs;
+  }
+  void sayEnd() override { workers_.sayEnd(); }
   [[nodiscard]] std::size_t controlBacklog() const override { return backlog_.size() - flushed_; }
   [[nodiscard]] int controlFd() const override { return control_.fd(); }
 
@@ -173,6 +181,7 @@ class TcpBundle final : public Bundle {
   std::vector<std::byte> backlog_;  ///< from flushed_ on: not taken by the kernel yet
   std::size_t flushed_ = 0;
   bool sendEnded_ = false, receiveEnded_ = false;
+  std::uint64_t lastMessageNs_ = 0;  ///< the last that came when it was ending already
   SocketWorkers workers_;
 };
 

@@ -82,6 +82,12 @@ class Bundle {
   virtual bool receiveControl(FrameSink& sink) = 0;
   /// Bytes of messages that the kernel has not taken yet.
   [[nodiscard]] virtual std::size_t controlBacklog() const = 0;
+  /// Nothing more comes by receiveControl(): the peer's end has been read, or a moment has passed
+  /// since that end without a message. What a sender leaves to its kernel may come after gone().
+  [[nodiscard]] virtual bool controlOver() const = 0;
+  /// This side ends soon: the peer sees endingSinceNs(). Who closes a socket on unread input makes
+  /// the kernel throw away what is under way, so that a peer which sees it says nothing more.
+  virtual void sayEnd() = 0;
   /// Readable when receiveControl() has something; for epoll only.
   [[nodiscard]] virtual int controlFd() const = 0;
 

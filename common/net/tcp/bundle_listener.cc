@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -15,6 +16,7 @@
 #include <deque>
 #include <list>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "common/base/log.h"
@@ -114,7 +116,7 @@ class Lobby {
     }
     epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
     timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
-    reserve_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    reserve_ = reserveDescriptor();
     if (!epoll_ || !timer_) return Status::fromErrno("epoll or timerfd of a listener", errno);
     watch(listener_.get());
     watch(timer_.get());
@@ -176,13 +178,8 @@ class Lobby {
       UniqueFd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&address), &length,
                                 SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
-      if (!socket && (errno == EMFILE || errno == ENFILE) && reserve_) {
-        // Turned away, or it would stay where it keeps this loop awake.
-        logWarn("out of descriptors (raise ulimit -n): a connection to {} was turned away",
-                address_.text());
-        reserve_.reset();
-        UniqueFd(::accept(listener_.get(), nullptr, nullptr)).reset();
-        reserve_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+      if (!socket && (errno == EMFILE || errno == ENFILE)) {
+        turnAway();
         return;
       }
       if (!socket) return;
@@ -195,6 +192,24 @@ class Lobby {
       knocks_.push_back(
           {std::move(socket), Deadline::afterMs(options_.timeoutMs), from.text(), Greeting{}, 0});
     }
+  }
+
+  /// Out of descriptors, which the kernel says whether there is a connection or not. One that is
+  /// there would stay where it keeps this loop awake.
+  void turnAway() {
+    pollfd waiting{listener_.get(), POLLIN, 0};
+    if (::poll(&waiting, 1, 0) <= 0) return;
+    reserve_.reset();
+    const bool gone = UniqueFd(::accept(listener_.get(), nullptr, nullptr)).get() >= 0;
+    if (gone) {
+      logf(std::exchange(saidTurnedAway_, true) ? LogLevel::Debug : LogLevel::Warn,
+           "out of descriptors (raise ulimit -n): a connection to {} was turned away",
+           address_.text());
+    }
+    reserve_ = reserveDescriptor();
+  }
+  static UniqueFd reserveDescriptor() {
+    return UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   }
 
   Reading read(Knock& knock) {
@@ -285,6 +300,7 @@ class Lobby {
   BundleNonce nonce_{};
   SocketAddress address_;
   UniqueFd listener_, epoll_, timer_, reserve_;
+  bool saidTurnedAway_ = false;
   std::list<Knock> knocks_;
   std::map<BundleId, std::shared_ptr<Assembly>> assemblies_;
   std::deque<BundleId> ready_;

@@ -177,6 +177,8 @@ void SocketWorkers::nudge() {
   [[maybe_unused]] ssize_t sent = ::send(life_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+void SocketWorkers::sayEnd() { ::shutdown(life_.get(), SHUT_WR); }
+
 Status SocketWorkers::status() const {
   const std::lock_guard<std::mutex> lock(statusMutex_);
   return status_;
@@ -202,6 +204,7 @@ void SocketWorkers::end(const Status& why, bool now) {
   std::uint64_t none = 0;
   const bool first = endingSinceNs_.compare_exchange_strong(none, monotonicNs());
   if (now) {
+    cut_.store(true, std::memory_order_release);
     gone_.store(true, std::memory_order_release);
     ring(watchEvent_.get());
   }

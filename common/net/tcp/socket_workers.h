@@ -43,6 +43,10 @@ class SocketWorkers {
   /// The connection ends because of `why`. What has come is still read, for a moment; or, if `now`,
   /// nothing any more. The first reason is kept. Any thread.
   void end(const Status& why, bool now);
+  /// The peer's life socket shows that this side ends.
+  void sayEnd();
+  /// It ended `now`.
+  [[nodiscard]] bool cut() const { return cut_.load(std::memory_order_acquire); }
   [[nodiscard]] bool gone() const { return gone_.load(std::memory_order_acquire); }
   [[nodiscard]] bool ending() const { return endingSinceNs_.load() != 0; }
   [[nodiscard]] std::uint64_t endingSinceNs() const { return endingSinceNs_.load(); }
@@ -87,6 +91,7 @@ class SocketWorkers {
   std::atomic<std::uint64_t> endingSinceNs_{0};
   std::atomic<std::uint64_t> lastBytesNs_{0};  ///< something came when it was ending already
   std::atomic<bool> gone_{false};
+  std::atomic<bool> cut_{false};
   std::atomic<bool> stop_{false};
   mutable std::mutex statusMutex_;  ///< once in a bundle's life
   Status status_;

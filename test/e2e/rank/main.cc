@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
        {&kTransferScenarios, &kGroupScenarios, &kCommunicatorScenarios, &kCallScenarios,
         &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
-        &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
+        &kEarlyEndScenarios, &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
         &kDirectScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;

@@ -64,6 +64,6 @@ struct Scenario {
 extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
-    kAbortStormScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios;
+    kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios;
 
 }  // namespace e2e

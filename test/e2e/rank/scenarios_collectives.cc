@@ -69,12 +69,16 @@ void collectives(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// What all ranks' movers copy for one call out of place of each kind, in blocks, out and in.
+/// What movers copy on this rank's GPU for one call out of place of each kind, in blocks: to the
+/// host, from it, and from GPU to GPU. Ranks that share a GPU all say the sum.
 void collectivesCopies(const Rank& rank) {
   constexpr std::size_t kBlock = 300007;
   ncclComm_t comm = rank.communicator();
   CUstream stream = newStream();
   std::uint64_t round = 0;
+  // What is there from the first call on copies something when it is made.
+  Trial({.kind = Kind::AlltoAll, .block = kBlock}, rank.rank, rank.ranks)
+      .run(comm, ++round, stream);
   for (const Kind kind : kAllKinds) {
     const Shape shape{.kind = kind, .block = kBlock, .root = 1};
     Trial trial(shape, rank.rank, rank.ranks);
@@ -96,8 +100,9 @@ void collectivesCopies(const Rank& rank) {
       REQUIRE((to - from) % kBlock == 0, "{} bytes are no number of blocks", to - from);
       return std::to_string((to - from) / kBlock);
     };
-    say(name,
-        blocks(before.bytesD2H, after.bytesD2H) + " " + blocks(before.bytesH2D, after.bytesH2D));
+    say(name, blocks(before.bytesD2H, after.bytesD2H) + " " +
+                  blocks(before.bytesH2D, after.bytesH2D) + " " +
+                  blocks(before.bytesP2P, after.bytesP2P));
   }
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
