@@ -3,15 +3,18 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <climits>
 #include <exception>
 #include <new>
+#include <span>
 
 #include "common/base/log.h"
 #include "common/base/nccl_result.h"
 #include "plugin-net/nccl_net_abi.h"
 #include "plugin-net/net_plugin.h"
+#include "plugin-net/rail_memory.h"
 
 namespace hoccl::net_plugin {
 namespace {
@@ -65,19 +68,21 @@ Result devices(int* count) {
 template <typename Properties>
 void fillCommon(const Device& device, Properties* out) {
   *out = Properties{};
-  out->name = const_cast<char*>(device.interface.name.c_str());
+  out->name = const_cast<char*>(device.name.c_str());
   // NCCL hangs a device without a path below the CPU.
-  out->pciPath = device.interface.pciPath.empty()
-                     ? nullptr
-                     : const_cast<char*>(device.interface.pciPath.c_str());
+  out->pciPath = device.pciPath.empty() ? nullptr : const_cast<char*>(device.pciPath.c_str());
   out->guid = device.guid;
   // Device memory only where it goes through staging: NCCL moves its own buffers to where is
   // claimed.
   out->pointerSupport =
       nccl_abi::kHostPointer | (claimsDeviceMemory() ? nccl_abi::kDevicePointer : 0);
+  if (device.ground) {
+    out->pointerSupport |= (device.ground->gpu.peerMemory ? nccl_abi::kDevicePointer : 0) |
+                           (device.ground->gpu.dmaBuf ? nccl_abi::kDmaBufPointer : 0);
+  }
   out->registrationIsGlobal = 1;  // one registration serves all connections
   out->speedMbps = device.speedMbps;
-  out->port = 0;
+  out->port = device.port;
   out->latencyUs = 0;  // as NCCL's sockets: its own table has that of a network
   out->maxComms = 65536;
   out->maxReceives = nccl_abi::kMaxGroupedReceives;
@@ -94,12 +99,31 @@ Result getProperties(int index, Properties* out) {
     if constexpr (requires { out->virtualDevice; }) {
       out->virtualDevice.count = 1;
       out->virtualDevice.devices[0] = index;
+      if (!device->members.empty()) {
+        out->virtualDevice.count = static_cast<int>(device->members.size());
+        std::copy(device->members.begin(), device->members.end(), out->virtualDevice.devices);
+      }
       out->maxPointToPointBytes = nccl_abi::kMaxMessageBytes;
       out->maxCollectiveBytes = nccl_abi::kMaxMessageBytes;
     }
     if constexpr (requires { out->maxMultiRequests; }) out->maxMultiRequests = 1;
     if constexpr (requires { out->rail; }) out->rail = out->plane = nccl_abi::kNoRail;
     return {};
+  });
+}
+
+// NCCL asks for what its topology suggests (NCCL_NET_MERGE_LEVEL), and goes on where it is refused.
+template <int kDevices>
+Result makeVDevice(int* index, nccl_abi::VirtualDevice<kDevices>* of) {
+  return guarded("makeVDevice", true, [&]() -> Status {
+    if (index == nullptr || of == nullptr) return missing("the number or the devices");
+    if (of->count < 1 || of->count > kDevices) {
+      return Status::error(Code::InvalidArgument, "number of devices");
+    }
+    const std::span<const int> members(of->devices, static_cast<std::size_t>(of->count));
+    Status status = makeVirtualDevice(members, index);
+    if (!status) logDebug("makeVDevice: {}", status.message());
+    return status;
   });
 }
 
@@ -146,15 +170,30 @@ Result acceptOn(void* listenComm, void** recvComm, DeviceHandle** deviceHandle) 
   });
 }
 
-// Host memory needs nothing, and has the null handle.
-Result registerMemory(void* /*comm*/, void* data, std::size_t bytes, int type, void** handle) {
+// Over sockets host memory needs nothing, and has the null handle.
+Result registerMemory(void* comm, void* data, std::size_t bytes, int type, void** handle) {
   return guarded("regMr", false, [&]() -> Status {
     if (handle != nullptr) *handle = nullptr;
-    if (type == nccl_abi::kHostPointer) return {};
+    if (type == nccl_abi::kHostPointer) {
+      if (handle == nullptr) return {};
+      Memory* made = nullptr;
+      Status status = registerHostMemory(static_cast<const Connection*>(comm), data, bytes, &made);
+      *handle = made;
+      return status;
+    }
     if (type == nccl_abi::kDevicePointer && claimsDeviceMemory()) {
       if (handle == nullptr) return missing("the handle");
-      Registration* made = nullptr;
+      Memory* made = nullptr;
       Status status = registerDeviceMemory(data, bytes, &made);
+      *handle = made;
+      return status;
+    }
+    auto* const connection = static_cast<Connection*>(comm);
+    if (type == nccl_abi::kDevicePointer && connection != nullptr && connection->ground() &&
+        connection->ground()->gpu.peerMemory) {
+      if (handle == nullptr) return missing("the handle");
+      Memory* made = nullptr;
+      Status status = registerDirect(connection, data, bytes, -1, 0, &made);
       *handle = made;
       return status;
     }
@@ -164,17 +203,27 @@ Result registerMemory(void* /*comm*/, void* data, std::size_t bytes, int type, v
   });
 }
 
-Result registerDmaBuf(void* /*comm*/, void* /*data*/, std::size_t /*bytes*/, int /*type*/,
-                      std::uint64_t /*offset*/, int /*fd*/, void** handle) {
+Result registerDmaBuf(void* comm, void* data, std::size_t bytes, int type, std::uint64_t offset,
+                      int fd, void** handle) {
   return guarded("regMrDmaBuf", false, [&]() -> Status {
-    if (handle != nullptr) *handle = nullptr;
-    return Status::error(Code::Unsupported, "dma-buf memory is not claimed");
+    if (handle == nullptr) return missing("the handle");
+    *handle = nullptr;
+    auto* const connection = static_cast<Connection*>(comm);
+    if (type != nccl_abi::kDevicePointer || connection == nullptr || !connection->ground() ||
+        !connection->ground()->gpu.dmaBuf) {
+      return Status::error(Code::Unsupported, "DMA-BUF memory is not claimed");
+    }
+    if (fd < 0) return Status::error(Code::InvalidArgument, fmt::format("descriptor {}", fd));
+    Memory* made = nullptr;
+    Status status = registerDirect(connection, data, bytes, fd, offset, &made);
+    *handle = made;
+    return status;
   });
 }
 
 Result deregisterMemory(void* /*comm*/, void* handle) {
   return guarded("deregMr", false, [&]() -> Status {
-    if (handle != nullptr) deregisterDeviceMemory(static_cast<Registration*>(handle));
+    if (handle != nullptr) deregister(static_cast<Memory*>(handle));
     return {};
   });
 }
@@ -186,7 +235,7 @@ Result send(void* sendComm, void* data, std::size_t bytes, int tag, void* handle
     Request* made = nullptr;
     auto* connection = static_cast<SendConnection*>(static_cast<Connection*>(sendComm));
     const Status status =
-        connection->send(data, bytes, tag, static_cast<const Registration*>(handle), &made);
+        connection->send(data, bytes, tag, static_cast<const Memory*>(handle), &made);
     *request = made;
     return status;
   });
@@ -212,7 +261,7 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
         }
       }
       receives[i] = {data[i], static_cast<std::size_t>(bytes[i]), tags[i],
-                     handles != nullptr ? static_cast<const Registration*>(handles[i]) : nullptr};
+                     handles != nullptr ? static_cast<const Memory*>(handles[i]) : nullptr};
     }
     Request* made = nullptr;
     auto* connection = static_cast<ReceiveConnection*>(static_cast<Connection*>(recvComm));
@@ -223,12 +272,26 @@ Result receive(void* recvComm, int count, void** data, const Size* bytes, const 
   });
 }
 
-// Only for device memory: a receive is done once the copy engine has reported behind its copy, so
-// it is visible there.
-Result flush(void* /*recvComm*/, int /*count*/, void** /*data*/, int* /*sizes*/, void** /*handles*/,
-             void** request) {
-  if (request != nullptr) *request = nullptr;
-  return ncclSuccess;
+// Through staging a receive is done once the copy engine has reported behind its copy, so it is
+// visible; what a NIC has written into device memory may not be.
+Result flush(void* recvComm, int count, void** data, int* sizes, void** handles, void** request) {
+  return guarded("iflush", true, [&]() -> Status {
+    if (request == nullptr) return missing("the request");
+    *request = nullptr;
+    if (recvComm == nullptr || count < 1 || count > nccl_abi::kMaxGroupedReceives ||
+        handles == nullptr) {
+      return {};
+    }
+    std::array<const Memory*, nccl_abi::kMaxGroupedReceives> memory{};
+    const auto parts = static_cast<std::size_t>(count);
+    for (std::size_t i = 0; i < parts; ++i) memory[i] = static_cast<const Memory*>(handles[i]);
+    Request* made = nullptr;
+    auto* connection = static_cast<ReceiveConnection*>(static_cast<Connection*>(recvComm));
+    const Status status = connection->flush(std::span<void* const>(data, parts), sizes,
+                                            std::span(memory.data(), parts), &made);
+    *request = made;
+    return status;
+  });
 }
 
 Result test(void* request, int* done, int* sizes) {
@@ -336,7 +399,7 @@ Result finalize(void* context) {
 }
 
 // The entries that all versions have alike. Null where NCCL allows it and there is nothing to
-// offer: device-side networking, NICs merged into one, hints about the traffic to come.
+// offer: device-side networking, hints about the traffic to come.
 template <typename Net, typename Properties>
 constexpr Net withCommonEntries() {
   Net net{};
@@ -371,6 +434,7 @@ constexpr nccl_abi::NetV9 makeV9() {
   net.connect = connectAlone;
   net.isend = sendV9;
   net.irecv = receiveV9;
+  net.makeVDevice = makeVDevice<4>;
   return net;
 }
 constexpr nccl_abi::NetV10 makeV10() {
@@ -380,6 +444,7 @@ constexpr nccl_abi::NetV10 makeV10() {
   net.connect = connectV10;
   net.isend = sendV10;
   net.irecv = receiveV10;
+  net.makeVDevice = makeVDevice<4>;
   return net;
 }
 template <typename Net, typename Properties, int kVersion>
@@ -391,6 +456,7 @@ constexpr Net makeWithContext() {
   net.isend = sendV10;
   net.irecv = receiveV10;
   net.finalize = finalize;
+  net.makeVDevice = makeVDevice;  // of that version's number of devices
   return net;
 }
 

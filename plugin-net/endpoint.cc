@@ -8,16 +8,32 @@
 namespace hoccl::net_plugin {
 namespace {
 
-/// What a peer says to an end that closes.
+/// What a peer says to an end that closes: places, and what concerns queue pairs.
 struct Discard final : FrameSink {
-  std::byte* place(const FrameHeader& /*header*/, Status* bad) override {
-    *bad = Status::error(Code::Remote, "a payload for an end that closes");
-    return nullptr;
+  std::byte* place(const FrameHeader& header, Status* /*bad*/) override {
+    payload.resize(header.bytes);  // at most Bundle::kMaxControlPayload
+    return payload.data();
   }
   void arrived(const FrameHeader& /*header*/) override {}
+  std::vector<std::byte> payload;
 };
 
 }  // namespace
+
+Status Endpoint::makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
+                          bool connecting) {
+  LinkChannel& channel = *this;
+  auto link = std::make_unique<VerbsLink>(channel, std::move(ground), connecting);
+  if (Status status = link->make(extent); !status) return status;
+  link_ = std::move(link);
+  return {};
+}
+
+bool Endpoint::tell(std::uint16_t kind, const void* payload, std::size_t bytes) {
+  if (!bundle_ || !bundle_->sendControl(kind, {}, payload, bytes)) return false;
+  said_ += sizeof(FrameHeader) + bytes;
+  return true;
+}
 
 bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, std::size_t bytes) {
   if (!flush()) return false;
@@ -28,20 +44,22 @@ bool Endpoint::sayNow(Kind kind, const Control& control, const void* payload, st
   return true;
 }
 
-void Endpoint::say(Kind kind, const Control& control) {
+void Endpoint::say(Kind kind, const Control& control, const DirectPlace* place) {
   if (bundle_->endingSinceNs() != 0) return;  // nobody listens any more
-  if (!sayNow(kind, control, nullptr, 0)) outbox_.push_back({kind, control});
+  if (sayNow(kind, control, place, place != nullptr ? sizeof *place : 0)) return;
+  outbox_.push_back({kind, control, place != nullptr ? *place : DirectPlace(), place != nullptr});
 }
 
 bool Endpoint::flush() {
   if (!outbox_.empty() && bundle_->endingSinceNs() != 0) outbox_.clear();
   while (!outbox_.empty()) {
     const Waiting& first = outbox_.front();
-    if (!bundle_->sendControl(static_cast<std::uint16_t>(first.kind), pack(first.control), nullptr,
-                              0)) {
+    const std::size_t bytes = first.placed ? sizeof first.place : 0;
+    if (!bundle_->sendControl(static_cast<std::uint16_t>(first.kind), pack(first.control),
+                              &first.place, bytes)) {
       return false;
     }
-    said_ += sizeof(FrameHeader);
+    said_ += sizeof(FrameHeader) + bytes;
     outbox_.pop_front();
   }
   return true;
@@ -63,12 +81,21 @@ Status Endpoint::fail(const Status& status) {
   if (!failure_) return failure_;
   failure_ = status.inContext(fmt::format("{} {}", role_, peer_));
   logError("{}", failure_.message());
+  stopNics();
   bundle_.reset();
   return failure_;
 }
 
+void Endpoint::stopNics() {
+  if (link_) link_->stop();
+  if (loopback_ != nullptr) loopback_->stop();
+}
+
 void Endpoint::shut(bool linger) {
-  if (!bundle_) return;
+  if (!bundle_) {
+    stopNics();
+    return;
+  }
   const Deadline deadline = Deadline::afterMs(kLingerMs);
   (void)flush();
   if (linger) bundle_->sayEnd();
@@ -78,6 +105,7 @@ void Endpoint::shut(bool linger) {
     ::nanosleep(&pause, nullptr);
     (void)bundle_->receiveControl(discard);
   }
+  stopNics();
   bundle_.reset();
 }
 

@@ -7,26 +7,42 @@
 #include <vector>
 
 #include "common/net/tcp/bundle.h"
+#include "plugin-net/loopback.h"
 #include "plugin-net/net_plugin.h"
+#include "plugin-net/verbs_link.h"
 #include "plugin-net/wire.h"
 
 namespace hoccl::net_plugin {
 
-/// What both ends have: the sockets, control messages that did not go out at once, and how it ends.
-class Endpoint {
+/// What both ends have: the sockets, the queue pairs if there are any, control messages that did
+/// not go out at once, and how it ends.
+class Endpoint final : private LinkChannel {
  public:
   /// `peer`: who is at the other end, for messages.
   Endpoint(const char* role, std::string peer) : role_(role), peer_(std::move(peer)) {}
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
-  ~Endpoint() { shut(false); }
+  ~Endpoint() override { shut(false); }
+
+  /// Before the sockets.
+  Status makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
+                  bool connecting);
+  /// Null: everything goes over the sockets.
+  [[nodiscard]] VerbsLink* link() { return link_.get(); }
+  [[nodiscard]] const VerbsLink* link() const { return link_.get(); }
+  /// Stopped with the link; null: none.
+  void alsoStop(Loopback* loopback) { loopback_ = loopback; }
+  /// With the sockets: tells the peer of the queue pairs.
+  void startLink() {
+    if (link_) link_->start();
+  }
 
   void attach(std::unique_ptr<Bundle> bundle) { bundle_ = std::move(bundle); }
   [[nodiscard]] Bundle* bundle() { return bundle_.get(); }
   [[nodiscard]] const Status& failure() const { return failure_; }
 
   /// Sends a control message, if need be later (`receive` does that).
-  void say(Kind kind, const Control& control);
+  void say(Kind kind, const Control& control, const DirectPlace* place = nullptr);
   /// Sends a message with its payload; false: no room now.
   [[nodiscard]] bool sayNow(Kind kind, const Control& control, const void* payload,
                             std::size_t bytes);
@@ -55,8 +71,15 @@ class Endpoint {
   struct Waiting {
     Kind kind;
     Control control;
+    DirectPlace place;
+    bool placed;
   };
   [[nodiscard]] bool flush();
+  /// The caller may do with its memory what it likes afterwards.
+  void stopNics();
+  // LinkChannel.
+  [[nodiscard]] bool tell(std::uint16_t kind, const void* payload, std::size_t bytes) override;
+  [[nodiscard]] bool ending() const override { return !bundle_ || bundle_->endingSinceNs() != 0; }
 
   const char* role_;
   const std::string peer_;
@@ -64,6 +87,8 @@ class Endpoint {
   std::deque<Waiting> outbox_;
   std::uint64_t said_ = 0;
   Status failure_;
+  std::unique_ptr<VerbsLink> link_;
+  Loopback* loopback_ = nullptr;
 };
 
 }  // namespace hoccl::net_plugin

@@ -32,7 +32,8 @@ struct RawHello {
   std::uint32_t magic = kHelloMagic;
   std::uint32_t protocol = kProtocolVersion;
   std::int32_t process = 0;
-  std::array<char, 52> host{};
+  std::uint16_t rails = 0, pairs = 0;
+  std::array<char, 48> host{};
 };
 static_assert(sizeof(RawHello) == sizeof(BundleHello));
 
@@ -80,12 +81,19 @@ Status unpackHandle(const void* handle, ListenerAddress* out) {
   return {};
 }
 
-BundleHello makeHello() {
+BundleHello makeHello(const PathExtent& extent) {
   RawHello hello;
+  hello.rails = static_cast<std::uint16_t>(extent.rails);
+  hello.pairs = static_cast<std::uint16_t>(extent.pairs);
   hello.process = ::getpid();
   const std::string host = shortHostName();
   std::copy_n(host.begin(), std::min(host.size(), hello.host.size() - 1), hello.host.begin());
   return std::bit_cast<BundleHello>(hello);
+}
+
+PathExtent extentOf(const BundleHello& hello) {
+  const auto raw = std::bit_cast<RawHello>(hello);
+  return {raw.rails, raw.pairs};
 }
 
 std::string describe(const BundleHello& hello, const std::string& address) {

@@ -10,6 +10,7 @@
 
 #include "common/base/status.h"
 #include "common/net/tcp/bundle_setup.h"
+#include "common/net/verbs/path_set.h"
 #include "plugin-net/nccl_net_abi.h"
 
 namespace hoccl::net_plugin {
@@ -24,8 +25,10 @@ void packHandle(const ListenerAddress& address, void* handle);
 /// An error that says whose handle it is, if it is not one of this version.
 Status unpackHandle(const void* handle, ListenerAddress* out);
 
-/// This process, as `describe` shows it to the peer.
-BundleHello makeHello();
+/// This process, as `describe` shows it to the peer, and the queue pairs it has (connecting) or
+/// both use (accepting); none: all goes over the sockets.
+BundleHello makeHello(const PathExtent& extent = {});
+PathExtent extentOf(const BundleHello& hello);
 /// "node17, process 4711, at 10.0.0.1:4242".
 std::string describe(const BundleHello& hello, const std::string& address);
 /// Whether the peer speaks this version's protocol.

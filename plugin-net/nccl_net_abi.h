@@ -21,7 +21,7 @@ inline constexpr std::size_t kHandleBytes = 128;
 inline constexpr int kMaxRequests = 32;  ///< receive requests that may be open on one connection
 inline constexpr int kMaxGroupedReceives = 8;  ///< receives one request may have
 inline constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 40;
-inline constexpr int kHostPointer = 0x1, kDevicePointer = 0x2;
+inline constexpr int kHostPointer = 0x1, kDevicePointer = 0x2, kDmaBufPointer = 0x4;
 inline constexpr int kDeviceTypeHost = 0;
 inline constexpr std::int16_t kNoRail = -1;
 

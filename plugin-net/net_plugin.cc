@@ -16,6 +16,7 @@
 #include "common/base/time.h"
 #include "common/base/version.h"
 #include "plugin-net/device_memory.h"
+#include "plugin-net/devices.h"
 #include "plugin-net/handle.h"
 #include "plugin-net/rendezvous.h"
 
@@ -27,13 +28,6 @@ namespace {
 
 /// A connection that nobody asks for any more is given up after so long.
 constexpr std::uint64_t kAbandonedMs = 60000;
-/// What NCCL's sockets tell where the system does not know: the choice of algorithms stays the
-/// same.
-constexpr int kDefaultSpeedMbps = 10000;
-constexpr std::size_t kDevicesNamed = 8;
-
-using DeviceList = std::vector<Device>;
-
 struct Attempt {
   Context* context = nullptr;
   int device = 0;
@@ -46,7 +40,7 @@ struct Attempt {
 // while the process ends.
 struct Process {
   std::mutex mutex;  // never held while a connection closes, nor on the data path
-  std::vector<std::unique_ptr<const DeviceList>> lists;  // all there have been: names are kept
+  std::vector<std::unique_ptr<DeviceList>> lists;  // all there have been: names are kept
   BundleOptions options;
   std::uint64_t inlineBytes = 0;
   std::vector<std::unique_ptr<Context>> contexts;
@@ -85,35 +79,6 @@ void logToNccl(LogLevel level, std::string_view text) {
          "NET/HOCCL : %.*s", static_cast<int>(text.size()), text.data());
 }
 
-// The same on no other interface or host: FNV-1a, 64 bits (Fowler, Noll, Vo).
-std::uint64_t guidOf(const std::string& host, const std::string& interface) {
-  std::uint64_t hash = 0xcbf29ce484222325ull;
-  for (const unsigned char byte : host + '/' + interface) hash = (hash ^ byte) * 0x100000001b3ull;
-  return hash;
-}
-
-bool sameInterfaces(const DeviceList& devices, const std::vector<Interface>& interfaces) {
-  return std::equal(devices.begin(), devices.end(), interfaces.begin(), interfaces.end(),
-                    [](const Device& device, const Interface& interface) {
-                      return device.interface.name == interface.name &&
-                             device.interface.address == interface.address;
-                    });
-}
-
-std::string textOf(const DeviceList& devices) {
-  std::string text;
-  for (std::size_t i = 0; i < std::min(devices.size(), kDevicesNamed); ++i) {
-    const Device& device = devices[i];
-    std::string address = device.interface.address.text();
-    address.resize(address.rfind(':'));  // the port, which is 0
-    text += fmt::format("{}{} ({})", i == 0 ? "" : ", ", device.interface.name, address);
-  }
-  if (devices.size() > kDevicesNamed) {
-    text += fmt::format(" and {} more", devices.size() - kDevicesNamed);
-  }
-  return text;
-}
-
 // A bad variable changes nothing but itself: a rank that fell out here would leave the others
 // waiting.
 Config readConfig() {
@@ -124,11 +89,7 @@ Config readConfig() {
   return config;
 }
 
-Status findDevices(int abiVersion, const Config& config, Process& all) {
-  InterfaceChoice choice;
-  if (Status status = InterfaceChoice::fromEnvironment(config, &choice); !status) return status;
-  std::vector<Interface> interfaces;
-  if (Status status = chooseInterfaces(choice, &interfaces); !status) return status;
+Status chooseDevices(int abiVersion, const Config& config, Process& all) {
   BundleOptions options;
   if (const Status status = BundleOptions::fromEnvironment(config, &options); !status) {
     logWarn("{}; the defaults are used", status.message());
@@ -140,24 +101,19 @@ Status findDevices(int abiVersion, const Config& config, Process& all) {
   all.options = options;
   all.inlineBytes = config.netInlineBytes;
   // While something is open, devices stay what they are.
-  const bool inUse = !all.listeners.empty() || !all.connections.empty();
-  if (!all.lists.empty() && (inUse || sameInterfaces(*all.lists.back(), interfaces))) return {};
-
+  if (!all.lists.empty() && (!all.listeners.empty() || !all.connections.empty())) return {};
   auto list = std::make_unique<DeviceList>();
-  const std::string host = nodeKey();
-  for (Interface& interface : interfaces) {
-    Device device;
-    device.guid = guidOf(host, interface.name);
-    device.speedMbps =
-        interface.speedMbps > 0 ? static_cast<int>(interface.speedMbps) : kDefaultSpeedMbps;
-    device.interface = std::move(interface);
-    list->push_back(std::move(device));
-  }
-  logInfo(
-      "HOCCL {}, plugin interface v{}, transport tcp ({} threads, {} data sockets a connection), "
-      "{} devices: {}",
-      versionText(), abiVersion, options.threads, options.threads * options.socketsPerThread,
-      list->size(), textOf(*list));
+  std::string remark;
+  if (Status status = findDevices(config, list.get(), &remark); !status) return status;
+  if (!all.lists.empty() && sameDevices(*all.lists.back(), *list)) return {};
+  const std::shared_ptr<const VerbsGround>& ground = list->front().ground;
+  const std::string how =
+      ground
+          ? fmt::format("verbs ({} queue pairs a NIC and connection)", ground->settings.qpsPerPeer)
+          : fmt::format("tcp ({} threads, {} data sockets a connection)", options.threads,
+                        options.threads * options.socketsPerThread);
+  logInfo("HOCCL {}, plugin interface v{}, transport {}, {} devices: {}{}{}", versionText(),
+          abiVersion, how, list->size(), textOf(*list), remark.empty() ? "" : "; ", remark);
   all.lists.push_back(std::move(list));
   return {};
 }
@@ -194,6 +150,16 @@ Leftovers takeLeftovers(Process& all, const Context* context) {
   return left;
 }
 
+/// Beside queue pairs the sockets carry little.
+BundleOptions optionsFor(const Process& all, const Device& device) {
+  BundleOptions options = all.options;
+  if (device.ground && !DeviceMemory::ofThisProcess().claimed()) {
+    options.threads = options.socketsPerThread = 1;
+    options.spinUs = 0;
+  }
+  return options;
+}
+
 Attempt* attemptTo(Process& all, Context* context, int device, const void* handle) {
   for (Attempt& attempt : all.attempts) {
     if (attempt.context == context && attempt.device == device &&
@@ -226,7 +192,7 @@ Status initialise(int abiVersion, nccl_abi::Logger logger, int /*trafficClass*/,
   Process& all = process();
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
-    if (Status status = findDevices(abiVersion, config, all); !status) return status;
+    if (Status status = chooseDevices(abiVersion, config, all); !status) return status;
   }
   DeviceMemory::ofThisProcess().prepare(abiVersion, config);  // may take a second: without the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -266,17 +232,34 @@ Status deviceAt(int index, const Device** out) {
   return deviceIn(all, index, out);
 }
 
+Status makeVirtualDevice(std::span<const int> members, int* out) {
+  Process& all = process();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  Device merged;
+  if (Status status = mergeDevices(all.devices(), members, &merged); !status) return status;
+  DeviceList& list = *all.lists.back();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    *out = static_cast<int>(i);
+    if (list[i].members == merged.members) return {};  // once for all communicators
+  }
+  logInfo("device {} is {}: {} NICs for each connection", list.size(), merged.name, members.size());
+  *out = static_cast<int>(list.size());
+  list.push_back(std::move(merged));
+  return {};
+}
+
 Status listen(Context* context, int device, void* handle, Listener** out) {
   Process& all = process();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const Device* on = nullptr;
   if (Status status = deviceIn(all, device, &on); !status) return status;
   std::unique_ptr<BundleListener> socket;
-  if (Status status = BundleListener::open(on->interface.address, all.options, &socket); !status) {
+  if (Status status = BundleListener::open(on->interface.address, optionsFor(all, *on), &socket);
+      !status) {
     return status.inContext(on->interface.name);
   }
   packHandle({socket->address(), socket->nonce()}, handle);
-  auto listener = std::make_unique<Listener>(std::move(socket));
+  auto listener = std::make_unique<Listener>(std::move(socket), on->ground);
   *out = listener.get();
   all.listeners.emplace(*out, Process::OpenListener{context, std::move(listener)});
   return {};
@@ -297,8 +280,8 @@ Status connect(Context* context, int device, const void* handle, SendConnection*
     made.context = context;
     made.device = device;
     std::memcpy(made.handle.data(), handle, made.handle.size());
-    if (Status status =
-            Connecting::begin(*from, handle, all.options, all.inlineBytes, &made.connecting);
+    if (Status status = Connecting::begin(*from, handle, optionsFor(all, *from), all.inlineBytes,
+                                          &made.connecting);
         !status) {
       return status;
     }
@@ -360,12 +343,44 @@ void close(Connection* connection) {
 
 bool claimsDeviceMemory() { return DeviceMemory::ofThisProcess().claimed(); }
 
-Status registerDeviceMemory(void* data, std::size_t bytes, Registration** out) {
-  return DeviceMemory::ofThisProcess().add(data, bytes, out);
+Status registerDeviceMemory(void* data, std::size_t bytes, Memory** out) {
+  auto memory = std::make_unique<Memory>();
+  if (Status s = DeviceMemory::ofThisProcess().add(data, bytes, &memory->device); !s) return s;
+  *out = memory.release();
+  return {};
 }
 
-void deregisterDeviceMemory(Registration* registration) {
-  DeviceMemory::ofThisProcess().remove(registration);
+Status registerHostMemory(const Connection* connection, void* data, std::size_t bytes,
+                          Memory** out) {
+  if (connection == nullptr || !connection->ground() || bytes == 0) return {};
+  auto memory = std::make_unique<Memory>();
+  if (Status s = RailMemory::create(*connection->ground(), data, bytes, {}, &memory->rails); !s) {
+    return s;
+  }
+  *out = memory.release();
+  return {};
+}
+
+Status registerDirect(Connection* connection, void* data, std::size_t bytes, int fd,
+                      std::uint64_t offset, Memory** out) {
+  if (connection == nullptr || !connection->ground()) {
+    return Status::error(Code::Unsupported, "device memory for a connection without NICs");
+  }
+  if (Status status = connection->prepareDirect(); !status) return status;
+  auto memory = std::make_unique<Memory>();
+  if (Status s = RailMemory::create(*connection->ground(), data, bytes,
+                                    {.onDevice = true, .fd = fd, .offset = offset}, &memory->rails);
+      !s) {
+    return s;
+  }
+  *out = memory.release();
+  return {};
+}
+
+void deregister(Memory* memory) {
+  if (memory->device != nullptr) DeviceMemory::ofThisProcess().remove(memory->device);
+  if (memory->rails) memory->rails->release();
+  delete memory;
 }
 
 std::size_t openCount() {

@@ -4,7 +4,12 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
+#include <string_view>
+#include <thread>
+#include <utility>
 
 #include "common/base/time.h"
 
@@ -16,11 +21,17 @@ namespace {
 constexpr unsigned kWastedNames = 8;
 /// Small messages are given back in bundles of so many.
 constexpr std::uint64_t kCreditBatch = kEagerWindow / 2;
+/// A loopback queue pair that is full has room again in microseconds.
+constexpr std::uint64_t kFlushRoomNs = 1'000'000'000;
 
 }  // namespace
 
-ReceiveEnd::ReceiveEnd(std::string peer)
-    : mayAhead_(!DeviceMemory::ofThisProcess().claimed()), end_("receiving from", std::move(peer)) {
+ReceiveEnd::ReceiveEnd(std::string peer, std::shared_ptr<const VerbsGround> ground)
+    : ground_(std::move(ground)),
+      mayAhead_(!DeviceMemory::ofThisProcess().claimed()),
+      flushOff_(std::getenv("NCCL_GDR_FLUSH_DISABLE") != nullptr &&
+                std::string_view(std::getenv("NCCL_GDR_FLUSH_DISABLE")) == "1"),
+      end_("receiving from", std::move(peer)) {
   freeSlots_.reserve(kReceiveSlots);
   freeRequests_.reserve(kReceiveSlots);
   for (std::size_t i = kReceiveSlots; i-- > 0;) {
@@ -29,6 +40,120 @@ ReceiveEnd::ReceiveEnd(std::string peer)
     freeRequests_.push_back(static_cast<std::uint16_t>(i));
   }
 }
+
+ReceiveEnd::~ReceiveEnd() {
+  leave();
+  end_.alsoStop(nullptr);
+  loopback_.reset();
+  // What has arrived may not have been acknowledged when the queue pairs go.
+  if (end_.link() != nullptr && end_.bundle() != nullptr) end_.link()->sayBye();
+}
+
+Status ReceiveEnd::progressLink() {
+  VerbsLink* const link = end_.link();
+  if (link == nullptr || !end_.failure()) return end_.failure();
+  link->progress();
+  if (loopback_) {
+    if (Status status = progressLoopback(); !status) return status;
+  }
+  Control control;
+  for (std::uint32_t slot = 0; link->takeMore(&slot, &control.limit);) {
+    control.tag = slots_[slot].tag->tag;
+    control.index = slots_[slot].index;
+    control.place = {slot, slots_[slot].turn};
+    end_.say(Kind::More, control);
+  }
+  return link->failure();
+}
+
+Status ReceiveEnd::progressLoopback() {
+  if (Status status = loopback_->progress(); !status) return status;
+  for (std::size_t i = 0; i < looping_.size();) {
+    Slot& slot = *looping_[i];
+    if (!slot.writing) {
+      slot.writing = loopback_->write(*slot.rails, slot.data, slot.payload.data(),
+                                      slot.payload.size(), &slot.written);
+    }
+    if (slot.written == 0) {
+      ++i;
+      continue;
+    }
+    slot.done = true;
+    slot.rails = nullptr;
+    looping_.erase(looping_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return {};
+}
+
+Status ReceiveEnd::prepareDirect() {
+  if (loopback_ || end_.link() == nullptr) return {};
+  const Status status = Loopback::create(*ground_, end_.link()->set().rails().size(), &loopback_);
+  end_.alsoStop(loopback_.get());
+  return status;
+}
+
+Status ReceiveEnd::flush(std::span<void* const> data, const int* sizes,
+                         std::span<const Memory* const> memory, Request** out) {
+  if (!end_.failure()) return end_.failure();
+  FlushFacts facts;
+  facts.disabled = flushOff_;
+  std::size_t last = 0;
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    const bool direct = memory[i] != nullptr && memory[i]->rails && memory[i]->rails->onDevice();
+    if (!direct || sizes[i] <= 0) continue;
+    facts.deviceMemory = true;
+    facts.bytes += static_cast<std::uint64_t>(sizes[i]);
+    last = i;  // one read stands for all that lies behind the same NIC
+  }
+  if (!needsFlush(facts)) return {};
+  // NCCL takes a null request for "there is nothing to flush", so this cannot come later: the one
+  // place where the attendant's turn, which takes microseconds, is waited for.
+  Attended& attended = *this;
+  std::optional<Turn> turn(std::in_place, attended);
+  while (!*turn) {
+    turn.reset();
+    std::this_thread::yield();
+    turn.emplace(attended);
+  }
+  if (!end_.failure()) return end_.failure();
+  if (!loopback_ || freeRequests_.empty()) {
+    return end_.fail(Status::error(Code::Internal, "more requests than NCCL may have open"));
+  }
+  ReceiveRequest* const request = &requests_[freeRequests_.back()];
+  request->count = 0;
+  request->flushed = 0;
+  request->flushes = loopback_->rails();
+  const std::uint64_t untilNs = monotonicNs() + kFlushRoomNs;
+  while (!loopback_->flush(*memory[last]->rails, data[last], &request->flushed)) {
+    if (Status status = loopback_->progress(); !status) return end_.fail(status);
+    if (monotonicNs() > untilNs) {
+      return end_.fail(Status::error(Code::Timeout, "the NIC does not take a flush"));
+    }
+  }
+  freeRequests_.pop_back();
+  *out = request;
+  return {};
+}
+
+Status ReceiveEnd::advanceSetUp(bool* stands) {
+  *stands = end_.link() == nullptr;
+  if (*stands) return {};
+  bool gone = false;
+  if (Status status = progress(&gone); !status) return status;
+  if (Status status = progressLink(); !status) return end_.fail(status);
+  *stands = end_.link()->stands();
+  if (*stands) join();
+  return gone && !*stands ? end_.fail(end_.whyGone()) : Status();
+}
+
+void ReceiveEnd::attend() {
+  if (!end_.failure()) return;
+  bool gone = false;
+  if (!progress(&gone)) return;
+  if (Status status = progressLink(); !status) (void)end_.fail(status);
+}
+
+bool ReceiveEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
 
 ReceiveEnd::TagState* ReceiveEnd::stateOf(int tag) {
   if (last_ != nullptr && lastTag_ == tag) return last_;
@@ -51,6 +176,8 @@ Status ReceiveEnd::progress(bool* gone) {
 
 Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
   *out = nullptr;
+  const Turn turn(*this);
+  if (!turn) return {};  // later
   if (!end_.failure()) return end_.failure();
   std::array<TagState*, nccl_abi::kMaxGroupedReceives> tags{};
   for (std::size_t i = 0; i < receives.size(); ++i) {
@@ -69,6 +196,7 @@ Status ReceiveEnd::receive(std::span<const Receive> receives, Request** out) {
   ReceiveRequest* const request = &requests_[freeRequests_.back()];
   freeRequests_.pop_back();
   request->count = receives.size();
+  request->flushes = request->flushed = 0;
   request->lateNs = end_.bundle()->endingSinceNs() == 0 ? 0 : monotonicNs();
   for (std::size_t i = 0; i < receives.size(); ++i) {
     Slot& slot = slots_[freeSlots_.back()];
@@ -87,11 +215,29 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.staged = nullptr;
   slot.small = false;
   slot.asked = 0;
-  if (receive.memory != nullptr) {
+  slot.rails = nullptr;
+  slot.direct = false;
+  slot.writing = false;
+  slot.onDevice = receive.memory != nullptr && receive.memory->rails &&
+                  receive.memory->rails->onDevice() && receive.bytes > 0;
+  if (receive.memory != nullptr && receive.memory->rails && end_.link() != nullptr &&
+      (receive.bytes > kEagerBytes || slot.onDevice) &&
+      end_.link()->reaches(receive.memory->rails.get(), receive.data, receive.bytes)) {
+    slot.rails = receive.memory->rails;
+  }
+  if (receive.memory != nullptr && receive.memory->device != nullptr) {
     if (!slot.ownStaged) slot.ownStaged = std::make_unique<StagedReceive>();
     slot.staged = slot.ownStaged.get();
-    slot.staged->begin(receive.memory->shared_from_this(), receive.data);
+    slot.staged->begin(receive.memory->device->shared_from_this(), receive.data);
     staging_.push_back(&slot);
+  }
+  if (slot.onDevice && (slot.rails == nullptr || !loopback_)) {
+    heardBad_ = Status::error(
+        Code::InvalidArgument,
+        fmt::format("a receive of {} bytes into device memory at {}, of which regMr has not been "
+                    "told for this connection's NICs",
+                    receive.bytes, receive.data));
+    return;
   }
   slot.total.store(0, std::memory_order_relaxed);
   slot.reserved.store(0, std::memory_order_relaxed);
@@ -104,7 +250,7 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   tag.open.push_back(&slot);
   if (ahead_ == nullptr && mayAhead_) ahead_ = &tag;
   const bool cameEarly = !tag.early.empty() && tag.early.front().index == slot.index;
-  openAhead(slot, !cameEarly);
+  openAhead(slot, !cameEarly && !slot.onDevice);
   if (cameEarly) {
     Early& early = tag.early.front();
     if (early.payload.size() > slot.capacity) {
@@ -152,7 +298,7 @@ void ReceiveEnd::namePlace(Slot& slot) {
                             slot.asked != 0, &limit)) {
     return;
   }
-  slot.gate.store(slot.turn, std::memory_order_release);
+  if (!slot.onDevice) slot.gate.store(slot.turn, std::memory_order_release);
   sayPosted(slot, limit);
 }
 
@@ -165,12 +311,26 @@ void ReceiveEnd::sayPosted(Slot& slot, std::uint64_t limit) {
   control.bytes = slot.capacity;
   control.place = {static_cast<std::uint32_t>(&slot - slots_.data()), slot.turn};
   control.limit = limit;
-  end_.say(Kind::Posted, control);
+  if (slot.rails == nullptr || slot.done) return end_.say(Kind::Posted, control);
+  DirectPlace place;
+  end_.link()->open(control.place.slot, slot.data, slot.capacity, *slot.rails, &place);
+  slot.direct = true;
+  end_.say(Kind::Posted, control, &place);
 }
 
 bool ReceiveEnd::finished(Slot& slot) {
   if (slot.done) return true;
-  if (slot.staged != nullptr) return false;  // progressStaged tells
+  if (slot.staged != nullptr) return false;         // progressStaged tells
+  if (slot.onDevice && !slot.direct) return false;  // named later, or progressLoopback tells
+  if (slot.direct) {
+    const auto at = static_cast<std::uint32_t>(&slot - slots_.data());
+    const VerbsLink::Coming& coming = end_.link()->coming(at);
+    if (coming.whole) {
+      slot.tag->wasted = 0;
+      finish(slot, coming.total);
+      return true;
+    }
+  }
   // All that has been given a place is there, and so nobody writes there any more.
   const std::uint64_t received = slot.received.load(std::memory_order_acquire);
   if (received == 0 || received != slot.total.load(std::memory_order_relaxed)) return false;
@@ -188,7 +348,22 @@ void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
   slot.done = true;
 }
 
+std::byte* ReceiveEnd::placeOfSmall(Slot& slot, std::uint64_t bytes) {
+  if (slot.staged != nullptr) return slot.staged->small(bytes);
+  if (!slot.onDevice) return slot.data;
+  slot.payload.resize(bytes);
+  return slot.payload.data();
+}
+
 void ReceiveEnd::smallCame(Slot& slot, std::uint64_t bytes) {
+  if (slot.onDevice && bytes > 0) {
+    std::shared_ptr<const RailMemory> rails = slot.rails;  // takeOff lets go of it
+    takeOff(slot, bytes);
+    slot.rails = std::move(rails);
+    slot.written = 0;
+    looping_.push_back(&slot);
+    return;
+  }
   if (slot.staged == nullptr) return finish(slot, bytes);
   takeOff(slot, bytes);
   slot.small = true;
@@ -196,7 +371,7 @@ void ReceiveEnd::smallCame(Slot& slot, std::uint64_t bytes) {
 }
 
 void ReceiveEnd::deliver(Slot& slot, const std::vector<std::byte>& payload) {
-  std::byte* const to = slot.staged != nullptr ? slot.staged->small(payload.size()) : slot.data;
+  std::byte* const to = placeOfSmall(slot, payload.size());
   if (!payload.empty()) std::memcpy(to, payload.data(), payload.size());
   smallCame(slot, payload.size());
 }
@@ -238,6 +413,9 @@ void ReceiveEnd::takeOff(Slot& slot, std::uint64_t bytes) {
   if (slot.tag == ahead_) {
     openAhead_[slot.index % kReceiveSlots].index.store(kNoIndex, std::memory_order_release);
   }
+  if (slot.direct) end_.link()->close(static_cast<std::uint32_t>(&slot - slots_.data()));
+  slot.direct = false;
+  slot.rails = nullptr;
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
   open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
@@ -254,15 +432,20 @@ void ReceiveEnd::gaveBack(TagState& tag) {
 
 Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
   *done = false;
+  const Turn turn(*this);
+  if (!turn) return {};
   auto* const request = static_cast<ReceiveRequest*>(base);
   const auto allFinished = [&] {
+    if (request->flushed < request->flushes) return false;
     for (std::size_t i = 0; i < request->count; ++i) {
       if (!finished(*request->slots[i])) return false;
     }
     return true;
   };
-  if (!allFinished()) {
-    if (!end_.failure()) return end_.failure();
+  // What the queue pairs have brought is there even if they have failed since.
+  Status linked;
+  if (!allFinished() && !(linked = progressLink(), allFinished())) {
+    if (!linked) return end_.fail(linked);
     bool gone = false;
     if (Status status = progress(&gone); !status) return status;
     gone = gone || overdue(*request);
@@ -352,7 +535,7 @@ Status ReceiveEnd::begin(const FrameHeader& header) {
     tag->wasted = 0;
   }
   comingSlot_ = &slot;
-  if (slot.staged != nullptr) comingData_ = slot.staged->small(header.bytes);
+  comingData_ = placeOfSmall(slot, header.bytes);
   return {};
 }
 
@@ -399,18 +582,23 @@ Status ReceiveEnd::heardAnnounce(const Control& control) {
 }
 
 std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  VerbsLink* const link = end_.end_.link();
+  if (link != nullptr && VerbsLink::owns(header.kind)) return link->place(header, bad);
   if (header.kind == static_cast<std::uint16_t>(Kind::Data)) {
     return end_.dataSink_.place(header, bad);  // of a message that is not worth another thread
   }
   *bad = end_.begin(header);
   if (!*bad) return nullptr;
   if (end_.comingSlot_ == nullptr) return end_.comingEarly_->payload.data();
-  return end_.comingSlot_->staged != nullptr ? end_.comingData_ : end_.comingSlot_->data;
+  return end_.comingData_;
 }
 
 void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
   ReceiveEnd& end = end_;
   if (!end.heardBad_) return;
+  if (end.end_.link() != nullptr && VerbsLink::owns(header.kind)) {
+    return end.end_.link()->arrived(header);
+  }
   switch (static_cast<Kind>(header.kind)) {
     case Kind::Message:
       if (!end.coming_) end.heardBad_ = end.begin(header);  // without a payload

@@ -9,20 +9,34 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plugin-net/attendant.h"
 #include "plugin-net/endpoint.h"
+#include "plugin-net/loopback.h"
 #include "plugin-net/staged_receive.h"
 
 namespace hoccl::net_plugin {
 
-class ReceiveEnd final : public ReceiveConnection {
+class ReceiveEnd final : public ReceiveConnection, private Attended {
  public:
-  explicit ReceiveEnd(std::string peer);
+  ReceiveEnd(std::string peer, std::shared_ptr<const VerbsGround> ground);
+  ~ReceiveEnd() override;
 
   Status receive(std::span<const Receive> receives, Request** out) override;
   Status test(Request* request, bool* done, int* sizes) override;
+  Status flush(std::span<void* const> data, const int* sizes, std::span<const Memory* const> memory,
+               Request** out) override;
+  Status prepareDirect() override;
 
+  [[nodiscard]] const std::shared_ptr<const VerbsGround>& ground() const override {
+    return ground_;
+  }
+
+  // --- Set-up, as SendEnd's.
+  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, false); }
   [[nodiscard]] FrameSink& dataSink() { return dataSink_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
+  void startLink() { end_.startLink(); }
+  Status advanceSetUp(bool* stands);
 
  private:
   struct TagState;
@@ -32,9 +46,15 @@ class ReceiveEnd final : public ReceiveConnection {
   struct Slot {
     std::byte* data = nullptr;
     std::uint64_t capacity = 0;
-    StagedReceive* staged = nullptr;      ///< into device memory: in place of `data` and `received`
-    std::atomic<std::uint32_t> gate{0};   ///< the turn whose pieces may come; 0: none
-    std::atomic<std::uint64_t> total{0};  ///< of the message, from its first piece on
+    StagedReceive* staged = nullptr;  ///< into device memory: in place of `data` and `received`
+    std::shared_ptr<const RailMemory> rails;  ///< it lies in, where pieces may come by queue pairs
+    bool direct = false;                      ///< the sender has been told so
+    bool onDevice = false;           ///< only the NICs reach it: a small message takes the loopback
+    std::vector<std::byte> payload;  ///< onDevice: of a small message that has come
+    bool writing = false;            ///< onDevice: it is on its way
+    std::uint32_t written = 0;       ///< onDevice: it is there
+    std::atomic<std::uint32_t> gate{0};      ///< the turn whose pieces may come; 0: none
+    std::atomic<std::uint64_t> total{0};     ///< of the message, from its first piece on
     std::atomic<std::uint64_t> reserved{0};  ///< bytes that have been given a place
     std::atomic<std::uint64_t> received{0};  ///< bytes that are there
 
@@ -80,6 +100,7 @@ class ReceiveEnd final : public ReceiveConnection {
     std::uint64_t lateNs = 0;  ///< when it began, if the connection was ending already
     std::array<Slot*, nccl_abi::kMaxGroupedReceives> slots{};
     std::size_t count = 0;
+    std::uint32_t flushes = 0, flushed = 0;  ///< of a flush: reads, and those that are over
   };
   class ControlSink final : public FrameSink {
    public:
@@ -104,6 +125,16 @@ class ReceiveEnd final : public ReceiveConnection {
 
   [[nodiscard]] TagState* stateOf(int tag);
   Status progress(bool* gone);
+  Status progressLink();
+  Status progressLoopback();
+  /// Where a small message's payload goes that comes for it.
+  std::byte* placeOfSmall(Slot& slot, std::uint64_t bytes);
+  // Attended.
+  void attend() override;
+  [[nodiscard]] bool uneasy() const override;
+  [[nodiscard]] int controlFd() override { return end_.bundle() ? end_.bundle()->controlFd() : -1; }
+  [[nodiscard]] int workFd() override { return end_.link()->set().workFd(); }
+  void work() override { end_.link()->set().work(); }
   void open(Slot& slot, const Receive& receive, TagState& tag);
   /// Its index may be asked for; `takesPieces` unless its message is here already, as a small one.
   void openAhead(Slot& slot, bool takesPieces);
@@ -127,6 +158,7 @@ class ReceiveEnd final : public ReceiveConnection {
   void end();
   Status heardAnnounce(const Control& control);
 
+  const std::shared_ptr<const VerbsGround> ground_;
   ControlSink controlSink_{*this};
   DataSink dataSink_{*this};
   Status heardBad_;  ///< what the peer said makes no sense, or does not fit
@@ -141,7 +173,10 @@ class ReceiveEnd final : public ReceiveConnection {
   std::array<OpenByIndex, kReceiveSlots> openAhead_;  ///< by index modulo its size
   std::atomic<std::uint64_t> openedAhead_{0};         ///< receives of it opened so far
   std::vector<std::uint16_t> freeSlots_;
-  std::vector<Slot*> staging_;  ///< staged ones that are not done
+  std::vector<Slot*> staging_;          ///< staged ones that are not done
+  std::unique_ptr<Loopback> loopback_;  ///< once device memory that NICs reach has been registered
+  std::vector<Slot*> looping_;          ///< those with a small message on its way into it
+  const bool flushOff_;
   std::array<ReceiveRequest, kReceiveSlots> requests_;
   std::vector<std::uint16_t> freeRequests_;
   // The small message that is coming.

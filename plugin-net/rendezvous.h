@@ -15,14 +15,24 @@ namespace hoccl::net_plugin {
 
 class Listener {
  public:
-  Listener(std::unique_ptr<BundleListener> listener) : listener_(std::move(listener)) {}
+  Listener(std::unique_ptr<BundleListener> listener, std::shared_ptr<const VerbsGround> ground)
+      : listener_(std::move(listener)), ground_(std::move(ground)) {}
   /// The next connection that stands, or null.
   Status accept(std::unique_ptr<ReceiveEnd>* out);
   [[nodiscard]] const BundleListener& socket() const { return *listener_; }
 
  private:
+  /// A peer that has said its hello, and what is there of the connection.
+  struct Coming {
+    std::unique_ptr<BundleSetup> setup;
+    std::unique_ptr<ReceiveEnd> end;
+    bool attached = false;  ///< the sockets stand; the queue pairs are being tried
+  };
+  Status welcome(Coming& coming) const;
+  static Status advance(Coming& coming, bool* stands);
   std::unique_ptr<BundleListener> listener_;
-  std::vector<std::unique_ptr<BundleSetup>> coming_;
+  std::shared_ptr<const VerbsGround> ground_;
+  std::vector<Coming> coming_;
 };
 
 /// The connecting side, from the first call of connect to the last.
@@ -34,8 +44,11 @@ class Connecting {
   Status advance(std::unique_ptr<SendEnd>* out);
 
  private:
+  Status attach();
   std::unique_ptr<BundleSetup> setup_;
+  std::shared_ptr<const VerbsGround> ground_;
   std::uint64_t inlineBytes_ = 0;
+  std::unique_ptr<SendEnd> end_;  ///< once the sockets stand
 };
 
 }  // namespace hoccl::net_plugin

@@ -6,9 +6,17 @@
 #include <climits>
 
 namespace hoccl::net_plugin {
+namespace {
 
-SendEnd::SendEnd(std::string peer, std::uint64_t inlineBytes)
-    : mayAhead_(!DeviceMemory::ofThisProcess().claimed()),
+/// While queue pairs carry a message, the control socket is looked at in each such test.
+constexpr unsigned kTestsUnheard = 16;
+
+}  // namespace
+
+SendEnd::SendEnd(std::string peer, std::uint64_t inlineBytes,
+                 std::shared_ptr<const VerbsGround> ground)
+    : ground_(std::move(ground)),
+      mayAhead_(!DeviceMemory::ofThisProcess().claimed()),
       inlineBytes_(inlineBytes),
       end_("sending to", std::move(peer)) {
   free_.reserve(kSendRequests);
@@ -19,6 +27,7 @@ SendEnd::SendEnd(std::string peer, std::uint64_t inlineBytes)
 }
 
 SendEnd::~SendEnd() {
+  leave();
   // With sends under way this is the end of everything, and nobody needs what was sent before.
   end_.shut(free_.size() == kSendRequests);
 }
@@ -53,9 +62,38 @@ Status SendEnd::progress(bool* gone) {
   return {};
 }
 
-Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Registration* memory,
+Status SendEnd::progressLink() {
+  VerbsLink* const link = end_.link();
+  if (link == nullptr || !end_.failure()) return end_.failure();
+  link->progress();
+  return link->failure();
+}
+
+Status SendEnd::advanceSetUp(bool* stands) {
+  *stands = end_.link() == nullptr;
+  if (*stands) return {};
+  bool gone = false;
+  if (Status status = progress(&gone); !status) return status;
+  if (Status status = progressLink(); !status) return end_.fail(status);
+  *stands = end_.link()->stands();
+  if (*stands) join();
+  return gone ? end_.fail(end_.whyGone()) : Status();
+}
+
+void SendEnd::attend() {
+  if (!end_.failure()) return;
+  bool gone = false;
+  if (!progress(&gone)) return;
+  if (Status status = progressLink(); !status) (void)end_.fail(status);
+}
+
+bool SendEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
+
+Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Memory* memory,
                      Request** out) {
   *out = nullptr;
+  const Turn turn(*this);
+  if (!turn) return {};  // later
   if (!end_.failure()) return end_.failure();
   if (bytes > nccl_abi::kMaxMessageBytes || (bytes > 0 && data == nullptr)) {
     return end_.fail(Status::error(Code::InvalidArgument,
@@ -71,15 +109,27 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Registr
   request->data = static_cast<const std::byte*>(data);
   request->bytes = bytes;
   request->tag = tag;
-  if (memory != nullptr && bytes > 0) {
+  request->rails = nullptr;
+  const bool onDevice = memory != nullptr && memory->rails && memory->rails->onDevice();
+  if (memory != nullptr && memory->rails && (bytes > kEagerBytes || (onDevice && bytes > 0)) &&
+      end_.link() != nullptr && end_.link()->reaches(memory->rails.get(), data, bytes)) {
+    request->rails = memory->rails;
+  }
+  if (onDevice && bytes > 0 && request->rails == nullptr) {
+    return end_.fail(Status::error(
+        Code::InvalidArgument, fmt::format("a send of {} bytes from device memory at {}, of which "
+                                           "regMr has not been told for this connection's NICs",
+                                           bytes, data)));
+  }
+  if (memory != nullptr && memory->device != nullptr && bytes > 0) {
     if (!request->staged) request->staged = std::make_unique<StagedSend>();
-    request->staged->begin(memory->shared_from_this(), data, bytes);
+    request->staged->begin(memory->device->shared_from_this(), data, bytes);
     request->named = false;
     staging_.push_back(request);
     if (Status status = sendLarge(*state, *request); !status) return status;
     if (Status status = progressStaged(); !status) return status;
     DeviceMemory::ofThisProcess().countSent(bytes);
-  } else if (bytes <= kEagerBytes) {
+  } else if (bytes <= kEagerBytes && request->rails == nullptr) {
     bool said = false;
     if (Status status = sendSmall(*state, *request, &said); !status) return status;
     if (!said) {
@@ -135,7 +185,7 @@ Status SendEnd::sendLarge(TagState& tag, SendRequest& request) {
   }
   request.posted = 0;
   // Not past one of the same tag that is still here: it might never get by.
-  if (&tag == ahead_ && tag.waiting == 1) {
+  if (&tag == ahead_ && tag.waiting == 1 && request.rails == nullptr) {
     request.ahead = true;
     aheadUpTo_ = request.index + 1;
     request.stage = Stage::Queueing;
@@ -164,6 +214,21 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
     request.stage = Stage::Staged;
     request.named = true;
     return {};
+  }
+  if (request.rails != nullptr && receive.isDirect) {
+    --request.state->waiting;
+    request.stage = Stage::Writing;
+    end_.link()->write(receive.place.slot, receive.direct, request.data, request.bytes,
+                       request.rails);
+    return {};
+  }
+  const bool fromDevice = request.rails != nullptr && request.rails->onDevice();
+  if (fromDevice || (receive.isDirect && receive.direct.onDevice != 0)) {
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("a message of {} bytes (tag {}) {} device memory, and the other end's memory "
+                    "is not registered with its NICs",
+                    request.bytes, request.tag, fromDevice ? "from" : "into"));
   }
   request.stage = Stage::Queueing;
   request.posted = 0;
@@ -264,20 +329,28 @@ bool SendEnd::finished(const SendRequest& request) const {
     return end_.failure().ok() && end_.taken() >= request.position;
   }
   if (request.stage == Stage::Staged) return request.staged->finished();
+  if (request.stage == Stage::Writing) return end_.link()->written(request.receive.place.slot);
   return request.stage == Stage::Moving &&
          request.moved.load(std::memory_order_acquire) == request.bytes;
 }
 
 Status SendEnd::test(Request* base, bool* done, int* sizes) {
   *done = false;
+  const Turn turn(*this);
+  if (!turn) return {};
   auto* const request = static_cast<SendRequest*>(base);
-  if (!finished(*request)) {
-    if (!end_.failure()) return end_.failure();
+  // What is the peer's is so even if the queue pairs have failed since.
+  Status linked;
+  if (!finished(*request) && !(linked = progressLink(), finished(*request))) {
+    if (!linked) return end_.fail(linked);
     if (request->stage == Stage::Queueing) tryMove(*request);
     if (request->stage == Stage::Saying) sayParts(*request);
     bool gone = false;
-    // While the data sockets work there is nothing to hear, unless they cannot go on.
-    if (request->stage != Stage::Moving || end_.bundle()->gone()) {
+    // While the data sockets or queue pairs work there is little to hear, unless they cannot go on.
+    const bool busy = request->stage == Stage::Moving ||
+                      (request->stage == Stage::Writing && !end_.link()->set().failing() &&
+                       ++unheard_ % kTestsUnheard != 0);
+    if (!busy || end_.bundle()->gone()) {
       if (Status status = progress(&gone); !status) return status;
     }
     if (!staging_.empty()) {
@@ -295,11 +368,12 @@ Status SendEnd::test(Request* base, bool* done, int* sizes) {
     --request->state->waiting;
   }
   request->stage = Stage::Free;
+  request->rails = nullptr;
   free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
   return {};
 }
 
-void SendEnd::heardPosted(const Control& control) {
+void SendEnd::heardPosted(const Control& control, const DirectPlace* direct) {
   TagState* const state = knownState(control.tag);
   if (state == nullptr || control.index >= state->next + kReceiveSlots) {
     heardBad_ = Status::error(Code::Remote,
@@ -316,7 +390,11 @@ void SendEnd::heardPosted(const Control& control) {
     }
     namedUpTo_ = std::max(namedUpTo_, control.index + 1);
   }
-  const PostedReceive posted{control.index, control.bytes, control.limit, control.place};
+  PostedReceive posted{control.index, control.bytes, control.limit, control.place, false, {}};
+  if (direct != nullptr && control.place.slot < kReceiveSlots) {
+    posted.isDirect = true;
+    posted.direct = *direct;
+  }
   if (control.index >= state->next) {
     state->posted[control.index % kReceiveSlots] = posted;
     return;
@@ -334,6 +412,9 @@ void SendEnd::heardPosted(const Control& control) {
 
 void SendEnd::heardMore(const Control& control) {
   for (SendRequest& request : requests_) {
+    if (request.stage == Stage::Writing && request.receive.place == control.place) {
+      return end_.link()->more(control.place.slot, control.limit);
+    }
     const bool named = request.stage == Stage::Queueing || request.stage == Stage::Moving ||
                        (request.stage == Stage::Staged && request.named);
     if (!named || request.receive.place != control.place || request.receive.limit == 0) continue;
@@ -356,6 +437,12 @@ void SendEnd::heardCredit(const Control& control) {
 }
 
 std::byte* SendEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
+  VerbsLink* const link = end_.end_.link();
+  if (link != nullptr && VerbsLink::owns(header.kind)) return link->place(header, bad);
+  if (link != nullptr && header.kind == static_cast<std::uint16_t>(Kind::Posted) &&
+      header.bytes == sizeof direct_) {
+    return reinterpret_cast<std::byte*>(&direct_);
+  }
   *bad = Status::error(Code::Remote,
                        fmt::format("a receiving end sent {} bytes in a message of kind {}",
                                    header.bytes, header.kind));
@@ -364,10 +451,13 @@ std::byte* SendEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
 
 void SendEnd::ControlSink::arrived(const FrameHeader& header) {
   if (!end_.heardBad_) return;
+  if (end_.end_.link() != nullptr && VerbsLink::owns(header.kind)) {
+    return end_.end_.link()->arrived(header);
+  }
   const Control control = controlOf(header);
   switch (static_cast<Kind>(header.kind)) {
     case Kind::Posted:
-      return end_.heardPosted(control);
+      return end_.heardPosted(control, header.bytes > 0 ? &direct_ : nullptr);
     case Kind::More:
       return end_.heardMore(control);
     case Kind::Credit:

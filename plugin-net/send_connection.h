@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "plugin-net/attendant.h"
 #include "plugin-net/endpoint.h"
 #include "plugin-net/staged_send.h"
 
@@ -15,18 +16,27 @@ namespace hoccl::net_plugin {
 /// Messages under way on one connection: as many as there may be receives.
 inline constexpr std::size_t kSendRequests = kReceiveSlots;
 
-class SendEnd final : public SendConnection {
+class SendEnd final : public SendConnection, private Attended {
  public:
-  /// Large messages up to `inlineBytes` go over the control socket.
-  SendEnd(std::string peer, std::uint64_t inlineBytes);
+  /// Large messages up to `inlineBytes` go over the control socket. `ground`: its NICs may be used;
+  /// null: none.
+  SendEnd(std::string peer, std::uint64_t inlineBytes, std::shared_ptr<const VerbsGround> ground);
   ~SendEnd() override;
 
-  Status send(const void* data, std::size_t bytes, int tag, const Registration* memory,
+  Status send(const void* data, std::size_t bytes, int tag, const Memory* memory,
               Request** out) override;
   Status test(Request* request, bool* done, int* sizes) override;
+  [[nodiscard]] const std::shared_ptr<const VerbsGround>& ground() const override {
+    return ground_;
+  }
 
+  // --- Set-up.
+  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, true); }
   [[nodiscard]] FrameSink& dataSink() { return refuseData_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
+  void startLink() { end_.startLink(); }
+  /// With the sockets: `stands` becomes true once messages may go.
+  Status advanceSetUp(bool* stands);
 
  private:
   /// A receive that the peer has named before its message was sent.
@@ -35,6 +45,8 @@ class SendEnd final : public SendConnection {
     std::uint64_t bytes = 0;
     std::uint64_t limit = 0;  ///< 0: it takes all at once
     Place place;
+    bool isDirect = false;
+    DirectPlace direct;
   };
   struct TagState {
     unsigned waiting = 0;      ///< large messages that are not with the data sockets yet
@@ -52,6 +64,7 @@ class SendEnd final : public SendConnection {
                ///< this and the above: TagState::waiting
     Saying,    ///< goes over the control socket, part by part
     Moving,    ///< with the data sockets
+    Writing,   ///< with the queue pairs
     Staged,    ///< from device memory
   };
   struct SendRequest : Request {
@@ -64,10 +77,11 @@ class SendEnd final : public SendConnection {
     std::uint64_t position = 0;  ///< Small: of the control stream
     PostedReceive receive;       ///< from Queueing on; Staged: once `named`
     bool named = false;
-    bool ahead = false;                  ///< Queueing, Moving: without `receive`
-    std::uint64_t said = 0;              ///< Saying: bytes of it
-    std::uint64_t posted = 0;            ///< Queueing: bytes of it
-    std::unique_ptr<StagedSend> staged;  ///< made with the first use
+    bool ahead = false;                       ///< Queueing, Moving: without `receive`
+    std::uint64_t said = 0;                   ///< Saying: bytes of it
+    std::uint64_t posted = 0;                 ///< Queueing: bytes of it
+    std::unique_ptr<StagedSend> staged;       ///< made with the first use
+    std::shared_ptr<const RailMemory> rails;  ///< it lies in
     std::atomic<std::uint64_t> moved{0};
   };
   class ControlSink final : public FrameSink {
@@ -78,6 +92,7 @@ class SendEnd final : public SendConnection {
 
    private:
     SendEnd& end_;
+    DirectPlace direct_;  ///< of a Posted that is coming
   };
   class RefuseData final : public FrameSink {
    public:
@@ -89,6 +104,13 @@ class SendEnd final : public SendConnection {
   [[nodiscard]] TagState* knownState(int tag);
   [[nodiscard]] SendRequest* takeRequest();
   Status progress(bool* gone);
+  Status progressLink();
+  // Attended.
+  void attend() override;
+  [[nodiscard]] bool uneasy() const override;
+  [[nodiscard]] int controlFd() override { return end_.bundle() ? end_.bundle()->controlFd() : -1; }
+  [[nodiscard]] int workFd() override { return end_.link()->set().workFd(); }
+  void work() override { end_.link()->set().work(); }
   Status sendSmall(TagState& tag, SendRequest& request, bool* said);
   Status sendLarge(TagState& tag, SendRequest& request);
   Status takePosted(SendRequest& request, const PostedReceive& receive);
@@ -96,12 +118,13 @@ class SendEnd final : public SendConnection {
   Status progressStaged();
   void sayParts(SendRequest& request);
   [[nodiscard]] bool finished(const SendRequest& request) const;
-  void heardPosted(const Control& control);
+  void heardPosted(const Control& control, const DirectPlace* direct);
   void heardMore(const Control& control);
   void heardCredit(const Control& control);
 
   ControlSink controlSink_{*this};
   RefuseData refuseData_;
+  const std::shared_ptr<const VerbsGround> ground_;
   const bool mayAhead_;  ///< not with device memory, see ReceiveEnd
   const std::uint64_t inlineBytes_;
   Status heardBad_;  ///< what the peer said makes no sense, or cannot be done
@@ -114,6 +137,7 @@ class SendEnd final : public SendConnection {
   std::array<SendRequest, kSendRequests> requests_;
   std::vector<std::uint16_t> free_;
   std::vector<SendRequest*> staging_;  ///< Staged ones
+  unsigned unheard_ = 0;               ///< tests since the control socket was last looked at
   Endpoint end_;  ///< last: destroyed first, and with it whatever uses the above
 };
 

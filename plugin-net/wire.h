@@ -17,6 +17,10 @@
 // the receive is named (Ahead), and lie in the sockets until it is opened. What they hold up there,
 // every message of another tag, then goes over the control socket.
 //
+// Where the connection has queue pairs (verbs_link.h) and the memory of both ends is registered
+// with the NICs, a large message goes over them. Posted then says where in DirectPlace, its
+// payload.
+//
 // A receive into device memory has room for a part of a large message at a time. Posted then says
 // how far the sender may go, and More when it may go on; every transfer stays within one part of
 // kPartBytes.
@@ -27,10 +31,11 @@
 #include <cstdint>
 
 #include "common/net/tcp/frames.h"
+#include "common/net/verbs/nic.h"
 
 namespace hoccl::net_plugin {
 
-inline constexpr std::uint32_t kProtocolVersion = 2;
+inline constexpr std::uint32_t kProtocolVersion = 3;
 /// Messages up to here travel on the control socket.
 inline constexpr std::size_t kEagerBytes = 16 << 10;
 /// Small messages of a tag without a receive that the receiver keeps.
@@ -42,6 +47,7 @@ inline constexpr std::size_t kReceiveSlots = 256;
 /// Tags of a connection. NCCL uses one for each rank behind the same NIC.
 inline constexpr std::size_t kMaxTags = 4096;
 
+/// Of a connection; those of queue pairs (common/net/verbs/verbs_wire.h) are larger.
 enum class Kind : std::uint16_t {
   Message = 1,   ///< sender: message `index`, with its payload
   Announce = 2,  ///< sender: message `index` has `bytes` and waits for Posted
@@ -97,6 +103,16 @@ struct AheadPiece {
   AheadBody body;
 };
 static_assert(sizeof(AheadBody) == 40 && sizeof(AheadPiece) == kFrameUserBytes);
+
+/// The payload of Posted where the receive's memory is registered with the NICs.
+struct DirectPlace {
+  std::uint64_t address = 0;
+  std::uint64_t turn = 0;                        ///< of the receive's slot, in immediates
+  std::array<std::uint32_t, kMostRails> keys{};  ///< by rail
+  std::uint32_t onDevice = 0;  ///< 1: the CPU does not reach it, so nothing comes over the sockets
+  std::uint32_t reserved = 0;
+};
+static_assert(sizeof(DirectPlace) == 56);
 
 inline std::array<std::byte, kFrameUserBytes> pack(const Control& control) {
   return std::bit_cast<std::array<std::byte, kFrameUserBytes>>(control);

@@ -89,6 +89,17 @@ class Table final : public Net {
     }
     return ncclSuccess;
   }
+  ncclResult_t makeVirtual(int count, const int* devices, int* out) override {
+    if constexpr (kVersion >= 9) {
+      if (raw_.makeVDevice == nullptr) return ncclInvalidUsage;
+      abi::VirtualDevice<kVersion >= 12 ? 8 : 4> merged{};
+      merged.count = count;
+      for (int i = 0; i < count; ++i) merged.devices[i] = devices[i];
+      return raw_.makeVDevice(out, &merged);
+    } else {
+      return ncclInvalidUsage;
+    }
+  }
   ncclResult_t listen(void* context, int device, void* handle, void** out) override {
     if constexpr (kContext) return raw_.listen(context, device, handle, out);
     if constexpr (!kContext) return raw_.listen(device, handle, out);
@@ -148,8 +159,7 @@ class Table final : public Net {
                         nullptr, request);
     }
   }
-  ncclResult_t flush(void* comm, void* data, int bytes, void** request) override {
-    void* handle = nullptr;
+  ncclResult_t flush(void* comm, void* data, int bytes, void** request, void* handle) override {
     return raw_.iflush(comm, 1, &data, &bytes, &handle, request);
   }
   ncclResult_t test(void* request, int* done, int* sizes) override {

@@ -36,6 +36,8 @@ class Net {
   virtual ncclResult_t init(void** context, hoccl::nccl_abi::Logger logger) = 0;
   virtual ncclResult_t devices(int* count) = 0;
   virtual ncclResult_t properties(int device, Properties* out) = 0;
+  /// The devices as one; the number of the new one. Versions without: ncclInvalidUsage.
+  virtual ncclResult_t makeVirtual(int count, const int* devices, int* out) = 0;
   virtual ncclResult_t listen(void* context, int device, void* handle, void** out) = 0;
   virtual ncclResult_t connect(void* context, int device, void* handle, void** out) = 0;
   virtual ncclResult_t accept(void* listener, void** out) = 0;
@@ -46,7 +48,8 @@ class Net {
                             void** request, void* handle = nullptr) = 0;
   virtual ncclResult_t receive(void* comm, int count, void** data, const std::size_t* bytes,
                                const int* tags, void** request, void* const* handles = nullptr) = 0;
-  virtual ncclResult_t flush(void* comm, void* data, int bytes, void** request) = 0;
+  virtual ncclResult_t flush(void* comm, void* data, int bytes, void** request,
+                             void* handle = nullptr) = 0;
   virtual ncclResult_t test(void* request, int* done, int* sizes) = 0;
   virtual ncclResult_t closeSend(void* comm) = 0;
   virtual ncclResult_t closeReceive(void* comm) = 0;

@@ -1,7 +1,9 @@
 #include "test/conformance/processes.h"
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -10,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -43,6 +46,7 @@ pid_t startChild(int output, const std::function<void()>& body) {
 }
 
 Outcome waitFor(std::vector<pid_t> children, int output, double seconds) {
+  seconds *= patience();
   Outcome outcome;
   const double start = now();
   outcome.statuses.assign(children.size(), -1);
@@ -83,6 +87,43 @@ struct OutputPipe {
     ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
   }
 };
+
+// --- Pairs whose processes run in two guests of the RDMA lab, each of which runs this program.
+
+/// Tests of such a program go in step, and so do the channels of their pairs.
+int channelToNode(int node, const char* peer) {
+  const double seconds = 30 * patience();
+  static std::uint16_t port = 17000;
+  ++port;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  const double start = now();
+  if (node == 0) {
+    const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int on = 1;
+    ::setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (::bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+        ::listen(listener, 1) != 0) {
+      std::abort();
+    }
+    pollfd comes{listener, POLLIN, 0};
+    const bool came = ::poll(&comes, 1, static_cast<int>(seconds * 1000)) == 1;
+    const int channel = came ? ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC) : -1;
+    ::close(listener);
+    return channel;
+  }
+  ::inet_pton(AF_INET, peer, &address.sin_addr);
+  while (now() - start < seconds) {
+    const int channel = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (::connect(channel, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
+      return channel;
+    }
+    ::close(channel);
+    ::usleep(20000);
+  }
+  return -1;
+}
 
 }  // namespace
 
@@ -136,6 +177,20 @@ std::string Outcome::text() const {
 
 Outcome runPair(const std::function<void(const Side&)>& body, double seconds) {
   OutputPipe output;
+  const char *node = std::getenv("NODE"), *nodes = std::getenv("NODES");
+  const char* peer = std::getenv("PEER_MANAGEMENT_ADDRESS");
+  if (node != nullptr && nodes != nullptr && peer != nullptr && std::string(nodes) == "2") {
+    const int rank = std::atoi(node);
+    const int channel = channelToNode(rank, peer);
+    const pid_t child = startChild(output.ends[1], [&] {
+      ::close(output.ends[0]);
+      if (channel < 0) giveUp(__FILE__, __LINE__, "the other node of the test does not come");
+      body(Side(rank, channel));
+    });
+    if (channel >= 0) ::close(channel);
+    ::close(output.ends[1]);
+    return waitFor({child}, output.ends[0], seconds);
+  }
   int channel[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, channel) != 0) std::abort();
   std::vector<pid_t> children;
@@ -191,6 +246,11 @@ double now() {
   timespec time;
   ::clock_gettime(CLOCK_MONOTONIC, &time);
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
+double patience() {
+  const char* const text = std::getenv("CONFORMANCE_PATIENCE");
+  return text != nullptr ? std::max(1.0, std::atof(text)) : 1.0;
 }
 
 std::size_t threadCount() { return entriesOf("/proc/self/task"); }

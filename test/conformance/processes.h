@@ -59,7 +59,8 @@ struct Outcome {
   [[nodiscard]] std::string text() const;
 };
 
-/// Two processes that run `body` with their side; killed after `seconds`.
+/// Two processes that run `body` with their side; killed after `seconds`. In two guests of the RDMA
+/// lab (docs/rdma-lab.md): one in each, and this is about the one here.
 Outcome runPair(const std::function<void(const Side&)>& body, double seconds = 30);
 /// One process.
 Outcome runAlone(const std::function<void()>& body, double seconds = 30);
@@ -69,6 +70,9 @@ Outcome runProgram(const std::vector<std::string>& command,
                    double seconds = 30);
 
 [[nodiscard]] double now();
+/// Every limit of time in tests is longer by this factor, of CONFORMANCE_PATIENCE: guests under
+/// emulation on busy processors have clocks that run ahead of what they get done.
+[[nodiscard]] double patience();
 /// Threads and descriptors of this process.
 [[nodiscard]] std::size_t threadCount();
 /// Before the plugin has started any. A sanitizer starts one of its own with the first.

@@ -39,10 +39,10 @@ class Session {
   [[nodiscard]] void* context() { return context_; }
   /// Each call returns at once or the child ends.
   void* listen(Handle* handle, int device = 0);
-  void* connect(const Handle& handle, double seconds = 5);
+  void* connect(const Handle& handle, double seconds = 5, int device = 0);
   void* accept(void* listener, double seconds = 5);
   /// One connection between the two sides of a pair, from rank `from` to the other.
-  void* connectPair(const Side& side, int from);
+  void* connectPair(const Side& side, int from, int device = 0);
 
  private:
   void* library_ = nullptr;

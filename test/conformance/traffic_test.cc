@@ -98,7 +98,7 @@ void runSender(Net& net, void* comm, std::uint64_t seed, std::size_t count, int 
   std::size_t next = 0;
   const double start = now();
   while (next < order.size() || !open.empty()) {
-    REQUIRE_SAYING(now() - start < 25, "sender stuck at " + std::to_string(next));
+    REQUIRE_SAYING(now() - start < 25 * patience(), "sender stuck at " + std::to_string(next));
     maybePause(random);
     if (next < order.size() && open.size() < kRequests && random() % 4 != 0) {
       const Message& message = plan[order[next]];
@@ -140,7 +140,7 @@ void runReceiver(Net& net, void* comm, std::uint64_t seed, std::size_t count, in
   std::size_t next = 0;
   const double start = now();
   while (next < order.size() || !open.empty()) {
-    REQUIRE_SAYING(now() - start < 25, "receiver stuck at " + std::to_string(next));
+    REQUIRE_SAYING(now() - start < 25 * patience(), "receiver stuck at " + std::to_string(next));
     maybePause(random);
     if (next < order.size() && open.size() < kRequests && random() % 4 != 0) {
       OpenReceive receive;
@@ -251,7 +251,7 @@ TEST_P(Traffic, SelfConnect) {
     while (sends == nullptr || receives == nullptr) {
       if (sends == nullptr) REQUIRE_OK(net.connect(session.context(), 0, handle.data(), &sends));
       if (receives == nullptr) REQUIRE_OK(net.accept(listener, &receives));
-      REQUIRE(now() - start < 5);
+      REQUIRE(now() - start < 5 * patience());
     }
     void* mr = nullptr;
     std::vector<unsigned char> from(2 << 20), to(2 << 20, 0);
@@ -275,7 +275,7 @@ TEST_P(Traffic, SelfConnect) {
         received = done != 0;
         if (received) REQUIRE(size == static_cast<int>(to.size()));
       }
-      REQUIRE(now() - start < 5);
+      REQUIRE(now() - start < 5 * patience());
     }
     REQUIRE(matches(to.data(), to.size(), 1));
     void* flush = &flush;
@@ -357,7 +357,7 @@ TEST_P(Traffic, SenderAhead) {
       bool told = false;
       const double start = now();
       while (sent < kMessages || !open.empty()) {
-        REQUIRE(now() - start < 20);
+        REQUIRE(now() - start < 20 * patience());
         void* request = nullptr;
         if (sent < kMessages && open.size() < kRequests) {
           fill(data[static_cast<std::size_t>(sent)].data(), 9000, static_cast<unsigned>(sent));

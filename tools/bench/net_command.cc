@@ -38,6 +38,7 @@ constexpr std::uint64_t kMaxBytes = 16ull << 30;
 struct Settings {
   std::vector<std::uint64_t> sizes;
   std::vector<std::string> over{"sockets", "tcp", "shm"};
+  std::vector<std::string> figures{"latency", "messages", "bandwidth"};
   int batches = 5;
   NetPair pair;
 };
@@ -104,8 +105,14 @@ Status complete(const NetCommandLine& line, Settings* out) {
   }
   if (!line.over.empty()) out->over = line.over;
   for (const std::string& over : out->over) {
-    if (over != "sockets" && over != "tcp" && over != "shm") {
-      return bad(fmt::format("--over {}: allowed are sockets, tcp and shm", over));
+    if (over != "sockets" && over != "tcp" && over != "shm" && over != "verbs") {
+      return bad(fmt::format("--over {}: allowed are sockets, tcp, shm and verbs", over));
+    }
+  }
+  if (!line.figures.empty()) out->figures = line.figures;
+  for (const std::string& figure : out->figures) {
+    if (figure != "latency" && figure != "messages" && figure != "bandwidth") {
+      return bad(fmt::format("--figures {}: allowed are latency, messages and bandwidth", figure));
     }
   }
   const std::string address = line.address.empty() ? "127.0.0.1" : line.address;
@@ -132,6 +139,7 @@ class NetRun {
       if (over == "sockets") ways.push_back({"bare", "sockets", makeBareLink, nullptr});
       if (over == "tcp") ways.push_back({"hoccl", "tcp", makeTcpLink, nullptr});
       if (over == "shm") ways.push_back({"hoccl", "shm", makeShmLink, nullptr});
+      if (over == "verbs") ways.push_back({"hoccl", "verbs", makeVerbsLink, nullptr});
     }
     for (Way& way : ways) {
       if (Status status = way.make(settings_.pair, most, &way.link); !status) return status;
@@ -167,16 +175,19 @@ class NetRun {
       }
       return {};
     };
-    if (Status s = measure("latency", 8, kPings, 2.0 * kPings,
-                           [](NetLink& link, double* s) { return link.pingPong(kPings, s); });
-        !s) {
-      return s;
+    const auto asked = [this](const char* figure) {
+      return std::find(settings_.figures.begin(), settings_.figures.end(), figure) !=
+             settings_.figures.end();
+    };
+    if (asked("latency")) {
+      const auto once = [](NetLink& link, double* s) { return link.pingPong(kPings, s); };
+      if (Status s = measure("latency", 8, kPings, 2.0 * kPings, once); !s) return s;
     }
-    if (Status s = measure("messages", 8, kMessages, kMessages,
-                           [](NetLink& link, double* s) { return link.burst(kMessages, s); });
-        !s) {
-      return s;
+    if (asked("messages")) {
+      const auto once = [](NetLink& link, double* s) { return link.burst(kMessages, s); };
+      if (Status s = measure("messages", 8, kMessages, kMessages, once); !s) return s;
     }
+    if (!asked("bandwidth")) return {};
     for (const std::uint64_t bytes : settings_.sizes) {
       const int iterations =
           static_cast<int>(std::clamp<std::uint64_t>(kBatchBytes / bytes, 2, kMaxIterations));
@@ -222,6 +233,7 @@ void printRatios(const std::vector<NetRow>& rows) {
   for (const NetRow& row : rows) {
     if (row.impl == "bare") bare[{row.op, row.bytes}] = row.timeUs();
   }
+  if (bare.empty()) return;
   std::printf("# tcp against bare sockets (above 1: faster):");
   for (const NetRow& row : rows) {
     if (row.transport != "tcp" || bare.count({row.op, row.bytes}) == 0) continue;
@@ -283,7 +295,9 @@ CLI::App* addNetCommand(CLI::App& bench, const std::shared_ptr<NetCommandLine>& 
   net->add_option("--sockets", line->sockets,
                   "sockets a thread (default: HOCCL_NSOCKS_PERTHREAD, NCCL_NSOCKS_PERTHREAD)");
   net->add_option("--address", line->address, "this host's address to use (default 127.0.0.1)");
-  net->add_option("--over", line->over, "what is measured (default sockets,tcp,shm)")
+  net->add_option("--over", line->over, "what is measured: sockets, tcp, shm (the default), verbs")
+      ->delimiter(',');
+  net->add_option("--figures", line->figures, "of latency, messages, bandwidth (default all)")
       ->delimiter(',');
   net->add_option("--json", line->jsonFile, "write the rows to this file");
   return net;

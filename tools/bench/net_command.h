@@ -14,7 +14,7 @@ namespace hoccl::bench {
 /// `hoccl bench net` as typed.
 struct NetCommandLine {
   std::string minBytes, maxBytes, address, jsonFile;
-  std::vector<std::string> over;
+  std::vector<std::string> over, figures;
   std::optional<long long> factor, batches, threads, sockets;
 };
 

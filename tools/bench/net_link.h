@@ -49,6 +49,9 @@ Status makeBareLink(const NetPair& pair, std::uint64_t maxBytes, std::unique_ptr
 Status makeTcpLink(const NetPair& pair, std::uint64_t maxBytes, std::unique_ptr<NetLink>* out);
 /// The shm transport; the slots are filled and emptied by the CPU, where movers have copy engines.
 Status makeShmLink(const NetPair& pair, std::uint64_t maxBytes, std::unique_ptr<NetLink>* out);
+/// The verbs transport, with HOCCL_QPS_PER_PEER queue pairs on the NICs that HOCCL_IB_HCA chooses:
+/// the NIC moves what lies in the slots, and nobody touches it.
+Status makeVerbsLink(const NetPair& pair, std::uint64_t maxBytes, std::unique_ptr<NetLink>* out);
 
 // --- For the implementations -------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <utility>
 
 #include "common/base/log.h"
@@ -41,6 +42,14 @@ std::vector<GidEntry> gidTable(const VerbsLibrary& library, ibv_context* context
   return table;
 }
 
+std::string realPath(const std::string& path) {
+  char* const resolved = ::realpath(path.c_str(), nullptr);
+  if (resolved == nullptr) return {};
+  std::string text = resolved;
+  std::free(resolved);
+  return text;
+}
+
 void append(std::string* list, const std::string& text) {
   if (!list->empty()) *list += "; ";
   *list += text;
@@ -51,6 +60,20 @@ void append(std::string* list, const std::string& text) {
 Nic::~Nic() {
   if (pd_) library_->deallocPd(pd_);
   if (context_) library_->closeDevice(context_);
+}
+
+std::uint32_t portSpeedMbps(std::uint8_t width, std::uint8_t speed) {
+  struct Code {
+    std::uint8_t code;
+    std::uint32_t value;
+  };
+  constexpr Code kLanes[] = {{1, 1}, {2, 4}, {4, 8}, {8, 12}, {16, 2}};
+  constexpr Code kLaneMbps[] = {{1, 2500},   {2, 5000},   {4, 10000},  {8, 10000},
+                                {16, 14000}, {32, 25000}, {64, 50000}, {128, 100000}};
+  std::uint32_t lanes = 0, each = 0;
+  for (const Code& known : kLanes) lanes = known.code == width ? known.value : lanes;
+  for (const Code& known : kLaneMbps) each = known.code == speed ? known.value : each;
+  return lanes * each;
 }
 
 std::string addressText(const PortAddress& address) {
@@ -137,6 +160,8 @@ class NicOpener {
       matched_ = true;
       nic->mostRequests_ = static_cast<std::uint32_t>(std::max(attributes.max_qp_wr, 1));
       nic->mostCompletions_ = static_cast<std::uint32_t>(std::max(attributes.max_cqe, 1));
+      nic->guid_ = attributes.sys_image_guid;
+      nic->pciPath_ = realPath(fmt::format("/sys/class/infiniband/{}/device", name));
       if (Status status = lookAtPort(*nic); !status) return status;
       if (nic->pd_) nics_.push_back(std::move(nic));
     }
@@ -158,6 +183,7 @@ class NicOpener {
     nic.address_.linkLayer = port.link_layer == IBV_LINK_LAYER_INFINIBAND
                                  ? IBV_LINK_LAYER_INFINIBAND
                                  : IBV_LINK_LAYER_ETHERNET;
+    nic.speedMbps_ = portSpeedMbps(port.active_width, port.active_speed);
     nic.address_.mtu = static_cast<std::uint8_t>(port.active_mtu);
     const auto table = gidTable(library_, nic.context_, nic.port_, port.gid_tbl_len);
     GidEntry gid;

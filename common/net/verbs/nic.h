@@ -37,6 +37,12 @@ class Nic {
   [[nodiscard]] std::uint8_t gidIndex() const { return gidIndex_; }
   [[nodiscard]] std::uint32_t mostSendRequests() const { return mostRequests_; }
   [[nodiscard]] std::uint32_t mostCompletions() const { return mostCompletions_; }
+  /// Of the port, as its width and speed say; 0 where they say nothing.
+  [[nodiscard]] std::uint32_t speedMbps() const { return speedMbps_; }
+  /// The same for all ports of an adapter and for no other (sys_image_guid); 0 where it has none.
+  [[nodiscard]] std::uint64_t guid() const { return guid_; }
+  /// Its folder in sysfs, links resolved; empty for a device without hardware (rxe).
+  [[nodiscard]] const std::string& pciPath() const { return pciPath_; }
   /// "mlx5_0:1 (GID 10.0.0.1)".
   [[nodiscard]] std::string text() const;
 
@@ -50,7 +56,15 @@ class Nic {
   std::uint8_t port_ = 1, gidIndex_ = 0;
   PortAddress address_;
   std::uint32_t mostRequests_ = 0, mostCompletions_ = 0;
+  std::uint32_t speedMbps_ = 0;
+  std::uint64_t guid_ = 0;
+  std::string pciPath_;
 };
+
+/// Megabits a second of a port with that width and speed, in the encodings of PortInfo (InfiniBand
+/// Architecture Specification, volume 1: LinkWidthActive, LinkSpeedActive and its extensions); 0:
+/// unknown.
+std::uint32_t portSpeedMbps(std::uint8_t width, std::uint8_t speed);
 
 using Nics = std::vector<std::shared_ptr<const Nic>>;
 

@@ -11,6 +11,7 @@ namespace hoccl {
 
 /// A NIC as one connection uses it, with what the peer has at the other end.
 struct Rail {
+  std::uint32_t index = 0;
   std::shared_ptr<const Nic> nic;
   CompletionQueue completions;
   MemoryRegion region;

@@ -20,6 +20,13 @@ constexpr std::uint8_t kHopLimit = 255;
 
 int errorOf(int otherwise) { return errno != 0 ? errno : otherwise; }
 
+unsigned accessOf(const VerbsSettings& settings) {
+  const unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  return settings.relaxedOrdering == VerbsSettings::Choice::Off
+             ? access
+             : access | IBV_ACCESS_RELAXED_ORDERING;
+}
+
 std::string memlockText() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
@@ -47,19 +54,39 @@ Status CompletionQueue::create(const Nic& nic, std::uint32_t entries, Completion
 }
 
 Status MemoryRegion::create(const Nic& nic, const VerbsSettings& settings, void* address,
-                            std::size_t bytes, MemoryRegion* out) {
+                            std::size_t bytes, MemoryRegion* out, unsigned alsoAccess) {
   MemoryRegion region;
   region.library_ = &nic.library();
-  unsigned access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-  if (settings.relaxedOrdering != VerbsSettings::Choice::Off) access |= IBV_ACCESS_RELAXED_ORDERING;
+  const unsigned access = accessOf(settings) | alsoAccess;
   errno = 0;
   region.mr_ = nic.library().regMr(nic.pd(), address, bytes, access);
   if (!region.mr_) {
     const int error = errorOf(ENOMEM);
     const Status why = Status::fromErrno(
-        fmt::format("{} cannot register {} bytes of staging memory", nic.text(), bytes), error);
+        fmt::format("{} cannot register {} bytes of memory", nic.text(), bytes), error);
     const bool memory = error == ENOMEM || error == EAGAIN || error == EPERM;
     return Status::error(Code::System, why.message() + (memory ? memlockText() : std::string()));
+  }
+  *out = std::move(region);
+  return {};
+}
+
+Status MemoryRegion::createDmaBuf(const Nic& nic, const VerbsSettings& settings, void* address,
+                                  std::size_t bytes, int fd, std::uint64_t offset,
+                                  MemoryRegion* out, unsigned alsoAccess) {
+  MemoryRegion region;
+  region.library_ = &nic.library();
+  if (!nic.library().regDmaBufMr) {
+    return Status::error(Code::Unsupported,
+                         "this libibverbs does not know DMA-BUF (rdma-core before 34)");
+  }
+  errno = 0;
+  region.mr_ =
+      nic.library().regDmaBufMr(nic.pd(), offset, bytes, reinterpret_cast<std::uint64_t>(address),
+                                fd, static_cast<int>(accessOf(settings) | alsoAccess));
+  if (!region.mr_) {
+    return Status::fromErrno(
+        fmt::format("{} cannot register {} bytes of a DMA-BUF", nic.text(), bytes), errorOf(EIO));
   }
   *out = std::move(region);
   return {};
@@ -147,6 +174,7 @@ Status QueuePair::create(std::shared_ptr<const Nic> nic, const CompletionQueue& 
   }
   pair.inlineBytes_ = attributes.cap.max_inline_data;
   ibv_qp_attr init = initAttributes(device, settings);
+  init.qp_access_flags |= shape.alsoAccess;
   if (const int error = device.library().modifyQp(
           pair.qp_, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
       error != 0) {

@@ -52,7 +52,12 @@ class MemoryRegion {
   }
   /// A failure for want of locked memory names the limit, RLIMIT_MEMLOCK.
   static Status create(const Nic& nic, const VerbsSettings& settings, void* address,
-                       std::size_t bytes, MemoryRegion* out);
+                       std::size_t bytes, MemoryRegion* out, unsigned alsoAccess = 0);
+  /// The same of memory that the CPU may not reach: [offset, offset + bytes) of a DMA-BUF, known by
+  /// `address`.
+  static Status createDmaBuf(const Nic& nic, const VerbsSettings& settings, void* address,
+                             std::size_t bytes, int fd, std::uint64_t offset, MemoryRegion* out,
+                             unsigned alsoAccess = 0);
   [[nodiscard]] std::uint32_t localKey() const { return mr_->lkey; }
   [[nodiscard]] std::uint32_t remoteKey() const { return mr_->rkey; }
 
@@ -71,6 +76,7 @@ struct QueuePairPeer {
 struct QueuePairShape {
   std::uint32_t sendDepth = 16, receiveDepth = 16;
   std::uint32_t inlineBytes = 0;  ///< asked for; a device without gets a queue pair without
+  unsigned alsoAccess = 0;        ///< beside remote writes
 };
 
 /// A reliable connected queue pair. Not thread-safe, like everything here but the library.

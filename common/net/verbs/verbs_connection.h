@@ -13,12 +13,9 @@
 #include "common/net/tcp/bundle.h"
 #include "common/net/tcp/bundle_setup.h"
 #include "common/net/transport.h"
-#include "common/net/verbs/mender.h"
 #include "common/net/verbs/message_window.h"
-#include "common/net/verbs/path.h"
+#include "common/net/verbs/path_set.h"
 #include "common/net/verbs/slot_pieces.h"
-#include "common/net/verbs/verbs_wire.h"
-#include "common/net/verbs/work_request.h"
 
 namespace hoccl {
 
@@ -27,18 +24,15 @@ namespace hoccl {
 /// completion queues are polled inside the calls; there is no thread, and no system call while
 /// nothing fails. A bundle (common/net/tcp) carries the set-up, what is said about failures,
 /// nudges, and shows the peer's end.
-class VerbsConnection final : public Connection {
+class VerbsConnection final : public Connection, private PathUser {
  public:
-  /// How many NICs and queue pairs a connection has: of both sides' numbers the smaller.
-  struct Extent {
-    std::uint32_t rails = 0, pairs = 0;
-  };
+  static constexpr std::uint32_t kMostSlots = 64;  ///< creditsDue_ has a bit for each
   /// Takes the staging memory. `connecting`: which side this is.
   static Status create(const PeerId& peer, const StagingGeometry& geometry,
                        const VerbsSettings& settings, bool connecting,
                        std::unique_ptr<VerbsConnection>* out);
   /// Registers it with the first of the NICs and makes the queue pairs.
-  Status makeRails(const Nics& all, const Extent& extent);
+  Status makeRails(const Nics& all, const PathExtent& extent);
   ~VerbsConnection() override;
 
   // --- Set-up, by the handshake's thread.
@@ -67,59 +61,36 @@ class VerbsConnection final : public Connection {
   [[nodiscard]] bool drained() const override;
 
   // --- For tests and figures.
-  [[nodiscard]] std::size_t pathsUp() const;
-  [[nodiscard]] const std::vector<Path>& paths() const { return paths_; }
+  [[nodiscard]] std::size_t pathsUp() const { return set_.up(); }
+  [[nodiscard]] const std::vector<Path>& paths() const { return set_.paths(); }
 
  private:
   VerbsConnection(const PeerId& peer, const StagingGeometry& geometry, SharedMemory memory,
                   const VerbsSettings& settings, bool connecting);
 
-  // Set-up (verbs_setup.cc).
-  void sendOffer();
-  void onOffer(const verbs_wire::Offer& offer);
-  void onGo();
+  // PathUser.
+  [[nodiscard]] bool tell(std::uint16_t kind, const void* payload, std::size_t bytes) override;
+  [[nodiscard]] bool ending() const override;
+  [[nodiscard]] bool heard(std::uint32_t immediate) override;
+  void landed(const WorkId& id) override;
+  void fillReport(verbs_wire::Report* report) override;
+  void failedOver(const Path& path, const verbs_wire::Report& report) override;
 
-  // Data (verbs_connection.cc).
   void progress();
-  void poll();
-  void onCompletion(const ibv_wc& completion);
-  void onImmediate(Path& path, std::uint32_t immediate);
   void pump();
   bool pumpMessages();
   bool pumpPiece(std::uint32_t slot);
   void settleSlot(std::uint32_t slot);
   void noteCredits();
   Path* messagePath();
-  Path* pathFor();
-  bool post(Path& path, WorkId id, std::uint32_t immediate, const void* data, std::uint64_t bytes,
-            std::uint64_t target);
-  void probe(Path& path);
   void takeControl();
-  void nonsense(const std::string& what);
-
-  // Failures (verbs_failover.cc).
-  void takeDown(Path& path, const std::string& why);
-  void tendPaths();
-  void drainedPath(Path& path);
-  void sendReport(Path& path);
-  void onReport(const verbs_wire::Report& report);
-  void mend(Path& path);
-  void connectMended(Path& path);
-  void onMended(Mender::Order order);
-  void onAgain(const verbs_wire::PathEnd& end);
-  void onAnswer(const verbs_wire::PathEnd& end);
-  void onAgainGo(const verbs_wire::PathEnd& end);
-  void gone(const std::string& why);
-  [[nodiscard]] bool anyAlive() const;
-  bool say(std::uint16_t kind, const void* payload, std::size_t bytes);
 
   struct ControlSink final : FrameSink {
     explicit ControlSink(VerbsConnection* owner) : owner(owner) {}
     std::byte* place(const FrameHeader& header, Status* bad) override;
     void arrived(const FrameHeader& header) override;
     VerbsConnection* owner;
-    alignas(8) std::array<std::byte,
-                          std::max(sizeof(verbs_wire::Offer), sizeof(verbs_wire::Report))> buffer{};
+    verbs_wire::Nudge nudge;
   };
 
   /// Where something lies in the registered memory, here and, alike, at the peer.
@@ -132,16 +103,8 @@ class VerbsConnection final : public Connection {
   Staging staging_;
   Message* said_ = nullptr;   ///< ring of kMessageWindow: what this side has sent
   Message* heard_ = nullptr;  ///< the same of the peer, written by its NIC
-  VerbsSettings settings_;
-  QueuePairShape shape_;
-  bool connecting_;
-  std::uint64_t peerBase_ = 0;
-
-  std::vector<std::unique_ptr<Rail>> rails_;
-  std::vector<Path> paths_;  ///< paths_[rail * pairs + pair]
-  std::size_t nextPath_ = 0;
+  PathSet set_;
   int messagePath_ = -1;
-  bool failedOver_ = false;  ///< some path is neither up nor unusable: tendPaths has work
 
   SendWindow sending_;
   ReceiveWindow receiving_;
@@ -151,17 +114,11 @@ class VerbsConnection final : public Connection {
   std::vector<std::uint64_t> returned_;  ///< the last turn of in-slots given back
   std::uint64_t creditsDue_ = 0;         ///< in-slots whose credit is to be posted: a bit each
   bool consumedDue_ = false;
-  std::uint64_t sendsOut_ = 0;  ///< over all paths
   std::uint64_t nudgedUpTo_ = 0;
 
   Status setUpStatus_;
-  bool offered_ = false, settled_ = false;
-  Mender mender_;
   UniqueFd epoll_;
   std::atomic<bool> controlReady_{true};
-  std::atomic<bool> gone_{false};
-  std::string goneText_;   ///< written before gone_
-  std::string peerWords_;  ///< why the peer ended the connection, in its words
   ControlSink controlSink_{this};
   std::unique_ptr<FrameSink> noData_;
   std::unique_ptr<Bundle> bundle_;

@@ -109,6 +109,7 @@ Status loadTable(VerbsLibrary* table) {
                          fmt::format("libibverbs.so.1 lacks {}: it is too old", missing));
   }
   find(library, "ibv_reg_mr_iova2", &regMrIova2Function);
+  find(library, "ibv_reg_dmabuf_mr", &table->regDmaBufMr);
   find(library, "_ibv_query_gid_ex", &queryGidExFunction);
   table->queryPort = queryPort;
   table->queryGid = queryGid;

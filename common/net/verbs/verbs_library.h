@@ -33,6 +33,10 @@ struct VerbsLibrary {
   /// `access` may hold optional flags (relaxed ordering); those the library does not know are left
   /// out.
   ibv_mr* (*regMr)(ibv_pd* pd, void* address, std::size_t bytes, unsigned access) = nullptr;
+  /// Memory behind a DMA-BUF descriptor, at `offset` in it, for the peer at `iova`. Null where the
+  /// library is older than that.
+  ibv_mr* (*regDmaBufMr)(ibv_pd* pd, std::uint64_t offset, std::size_t bytes, std::uint64_t iova,
+                         int fd, int access) = nullptr;
   int (*deregMr)(ibv_mr* mr) = nullptr;
   ibv_cq* (*createCq)(ibv_context* context, int entries) = nullptr;
   int (*destroyCq)(ibv_cq* cq) = nullptr;

@@ -21,8 +21,6 @@
 namespace hoccl {
 namespace {
 
-using Extent = VerbsConnection::Extent;
-
 /// What a connecting mover says of itself.
 struct MoverGreeting {
   PeerId from, to;
@@ -34,7 +32,7 @@ static_assert(sizeof(MoverGreeting) <= sizeof(BundleHello));
 
 /// The answer: what both have.
 struct MoverReply {
-  Extent extent;
+  PathExtent extent;
 };
 
 /// Completions ring nobody: while queue pairs are being tried, the handshake looks so often.
@@ -212,7 +210,7 @@ class VerbsAccepting final : public VerbsHandshake {
     setup_->refuse(kRefused, reason);
     fail(Status::error(Code::Remote, fmt::format("{}: {}", setup_->peerText(), reason)));
   }
-  Extent extent_;
+  PathExtent extent_;
   bool decided_ = false;
 };
 

@@ -17,17 +17,20 @@
 
 namespace hoccl::verbs_wire {
 
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 
+/// Beside the kinds of whoever uses the paths, on the same socket.
 enum Kind : std::uint16_t {
-  kOffer = 1,    ///< both ways, first: Offer
-  kGo = 2,       ///< this side's queue pairs are connected: the peer may send over them
-  kRefuse = 3,   ///< the end; the payload says why
-  kReport = 4,   ///< a path has failed: Report and the slots' states
-  kAgain = 5,    ///< connecting to accepting side: PathEnd, a new queue pair for a failed path
-  kAnswer = 6,   ///< the answer: PathEnd
-  kAgainGo = 7,  ///< PathEnd: the new pair stands on both sides
-  kNudge = 8,    ///< Nudge: messages up to that number have been sent, look for them
+  kOffer = 0x101,    ///< both ways, first: Offer
+  kGo = 0x102,       ///< this side's queue pairs are connected: the peer may send over them
+  kRefuse = 0x103,   ///< the end; the payload says why
+  kReport = 0x104,   ///< a path has failed: Report and the slots' states
+  kAgain = 0x105,    ///< connecting to accepting side: PathEnd, a new queue pair for a failed path
+  kAnswer = 0x106,   ///< the answer: PathEnd
+  kAgainGo = 0x107,  ///< PathEnd: the new pair stands on both sides
+  kFirst = kOffer,
+  kLast = kAgainGo,
+  kNudge = 0x201,  ///< movers: Nudge: messages up to that number have been sent, look for them
 };
 
 struct PairOffer {

@@ -34,15 +34,15 @@ struct WorkId {
   [[nodiscard]] std::uint64_t pack() const {
     return static_cast<std::uint64_t>(kind) | std::uint64_t{path} << 4 |
            std::uint64_t{cut(generation)} << 10 | std::uint64_t{slot} << 24 |
-           std::uint64_t{piece} << 30 | units << 36;
+           std::uint64_t{piece} << 32 | units << 38;
   }
   static WorkId unpack(std::uint64_t id) {
     return {static_cast<Kind>(id & 15),
             static_cast<std::uint8_t>(id >> 4 & 63),
             static_cast<std::uint32_t>(id >> 10 & 0x3fff),
-            static_cast<std::uint32_t>(id >> 24 & 63),
-            static_cast<std::uint32_t>(id >> 30 & 63),
-            id >> 36};
+            static_cast<std::uint32_t>(id >> 24 & 255),
+            static_cast<std::uint32_t>(id >> 32 & 63),
+            id >> 38};
   }
 };
 

@@ -1,4 +1,4 @@
-// What a verbs connection does about queue pairs that fail. One that does is stopped on both sides
+// What a set of paths does about queue pairs that fail. One that does is stopped on both sides
 // before anything it carried goes again, so that no late write lands in a slot in use:
 //
 //   fails (a completion, or the peer's report) → stopped, until all that was posted has come back
@@ -12,7 +12,7 @@
 
 #include "common/base/log.h"
 #include "common/base/time.h"
-#include "common/net/verbs/verbs_connection.h"
+#include "common/net/verbs/path_set.h"
 
 namespace hoccl {
 namespace {
@@ -35,26 +35,43 @@ std::string Path::text() const {
 
 /// One that has failed and is being tried again is no hope: else a dead network would go on for
 /// ever.
-bool VerbsConnection::anyAlive() const {
+bool PathSet::anyAlive() const {
   return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
     return p.state == Path::State::Up || (p.alive() && p.generation == 1);
   });
 }
 
-bool VerbsConnection::say(std::uint16_t kind, const void* payload, std::size_t bytes) {
-  return bundle_ && bundle_->sendControl(kind, {}, payload, bytes);
-}
-
-void VerbsConnection::gone(const std::string& why) {
-  if (gone_.load(std::memory_order_relaxed)) return;
+void PathSet::end(const std::string& why) {
+  if (gone()) return;
   goneText_ = why;
   gone_.store(true, std::memory_order_release);
-  say(verbs_wire::kRefuse, why.data(), std::min(why.size(), controlSink_.buffer.size()));
+  (void)user_.tell(verbs_wire::kRefuse, why.data(), std::min(why.size(), heard_.size()));
+}
+
+void PathSet::nonsense(const std::string& what) {
+  end(fmt::format("it sent something that makes no sense: {}", what));
+}
+
+bool PathSet::settling() const {
+  return failedOver_ && std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
+           return p.state == Path::State::Draining || p.reportDue;
+         });
+}
+
+void PathSet::stop() {
+  for (Path& path : paths_) {
+    sendsOut_ -= path.sends;
+    path.sends = path.receives = path.usedReceives = 0;
+    path.bytes = 0;
+    path.state = Path::State::Unusable;
+    path.reportDue = false;
+    path.pair = QueuePair();  // behind this the NIC touches no memory for it
+  }
 }
 
 // --- A path goes out of use ----------------------------------------------------------------------
 
-void VerbsConnection::takeDown(Path& path, const std::string& why) {
+void PathSet::takeDown(Path& path, const std::string& why) {
   if (!path.alive() && path.state != Path::State::Mending) return;
   const std::uint64_t now = monotonicNs();
   const bool steady = path.state == Path::State::Up && now - path.upSinceNs > kSteadyNs;
@@ -73,13 +90,13 @@ void VerbsConnection::takeDown(Path& path, const std::string& why) {
     }
   }
   // What a peer that has ended leaves behind is no news.
-  const bool ending = bundle_->endingSinceNs() != 0;
+  const bool ending = user_.ending();
   logf(ending ? LogLevel::Debug : LogLevel::Warn, "verbs: {} is out of use: {}; {} of {} are left",
        path.text(), why,
        std::count_if(paths_.begin(), paths_.end(), [](const Path& p) { return p.alive(); }),
        paths_.size());
   if (!ending && !anyAlive()) {
-    gone(fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why));
+    end(fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why));
     return;
   }
   // What broke it may have broken others that carry nothing just now: they are asked at once, not
@@ -89,7 +106,7 @@ void VerbsConnection::takeDown(Path& path, const std::string& why) {
   }
 }
 
-void VerbsConnection::tendPaths() {
+void PathSet::tendPaths() {
   const std::uint64_t now = monotonicNs();
   failedOver_ = false;
   Mender::Order order;
@@ -108,7 +125,7 @@ void VerbsConnection::tendPaths() {
 }
 
 /// Nothing more comes over it: the peer may be told what has.
-void VerbsConnection::drainedPath(Path& path) {
+void PathSet::drainedPath(Path& path) {
   sendsOut_ -= path.sends;
   path.sends = path.receives = path.usedReceives = 0;
   path.bytes = 0;
@@ -117,45 +134,31 @@ void VerbsConnection::drainedPath(Path& path) {
   path.reportDue = true;
 }
 
-void VerbsConnection::sendReport(Path& path) {
+void PathSet::sendReport(Path& path) {
   verbs_wire::Report report;
   report.path = path.index;
   report.generation = path.generation;
-  report.nextMessage = receiving_.missing();
-  for (std::size_t i = 0; i < in_.size(); ++i) report.slot[i] = in_[i].got;
+  user_.fillReport(&report);
   verbs_wire::setText(report.why, path.problem);
-  path.reportDue = !say(verbs_wire::kReport, &report, sizeof report) && !bundle_->gone();
+  path.reportDue = !user_.tell(verbs_wire::kReport, &report, sizeof report) && !user_.ending();
 }
 
 /// The peer takes nothing more over that path: what it lacks goes again.
-void VerbsConnection::onReport(const verbs_wire::Report& report) {
+void PathSet::onReport(const verbs_wire::Report& report) {
   if (report.path >= paths_.size()) return nonsense("a report of a path that does not exist");
   Path& path = paths_[report.path];
   if (report.generation != path.generation || path.peerReported) return;
   takeDown(path, fmt::format("its side says: {}", verbs_wire::getText(report.why)));
-  if (gone_.load(std::memory_order_relaxed)) return;
+  if (gone()) return;
   path.peerReported = true;
-  for (std::uint32_t slot = 0; slot < out_.size(); ++slot) {
-    if (out_[slot].failedOver(path.index, report.slot[slot]) &&
-        std::find(queue_.begin(), queue_.end(), slot) == queue_.end()) {
-      queue_.push_back(slot);
-    }
-    settleSlot(slot);
-  }
-  if (messagePath_ != path.index) return;
-  messagePath_ = -1;
-  sending_.failedOver(report.nextMessage);
-  for (std::uint32_t i = 0; i < returned_.size(); ++i) {
-    if (returned_[i] > 0) creditsDue_ |= std::uint64_t{1} << i;
-  }
-  consumedDue_ = true;
+  user_.failedOver(path, report);
 }
 
 // --- And into use again --------------------------------------------------------------------------
 
 /// Orders a new queue pair for a path that rests: on the connecting side when it is time, on the
 /// other when the peer has one.
-void VerbsConnection::mend(Path& path) {
+void PathSet::mend(Path& path) {
   if (!path.peerReported || path.reportDue) return;
   if (connecting_ ? monotonicNs() < path.retryAtNs : !path.peerTries) return;
   Mender::Order order;
@@ -173,7 +176,7 @@ void VerbsConnection::mend(Path& path) {
   mender_.place(std::move(order));
 }
 
-void VerbsConnection::onMended(Mender::Order order) {
+void PathSet::onMended(Mender::Order order) {
   Path& path = *order.path;
   path.pair = std::move(order.pair);
   if (path.state != Path::State::Mending) {
@@ -197,18 +200,19 @@ void VerbsConnection::onMended(Mender::Order order) {
   if (order.kind == Mender::Order::Kind::Connect) {
     const verbs_wire::PathEnd end{path.index, path.generation, 0, 0};
     path.state = Path::State::Probing;
-    if (!say(verbs_wire::kAgainGo, &end, sizeof end)) return takeDown(path, "it cannot be told");
+    if (!user_.tell(verbs_wire::kAgainGo, &end, sizeof end))
+      return takeDown(path, "it cannot be told");
     return probe(path);
   }
   const verbs_wire::PathEnd end{path.index, path.generation, path.pair.number(),
                                 path.pair.sequence()};
-  if (!say(connecting_ ? verbs_wire::kAgain : verbs_wire::kAnswer, &end, sizeof end)) {
+  if (!user_.tell(connecting_ ? verbs_wire::kAgain : verbs_wire::kAnswer, &end, sizeof end)) {
     takeDown(path, "it cannot be told");
   }
 }
 
 /// Accepting side: the peer has made a new queue pair.
-void VerbsConnection::onAgain(const verbs_wire::PathEnd& end) {
+void PathSet::onAgain(const verbs_wire::PathEnd& end) {
   if (connecting_ || end.path >= paths_.size()) return nonsense("a try of its own");
   Path& path = paths_[end.path];
   if (end.generation != path.generation + 1) return nonsense("a try out of turn");
@@ -218,7 +222,7 @@ void VerbsConnection::onAgain(const verbs_wire::PathEnd& end) {
 }
 
 /// Connecting side: the peer has one, too, that is connected.
-void VerbsConnection::onAnswer(const verbs_wire::PathEnd& end) {
+void PathSet::onAnswer(const verbs_wire::PathEnd& end) {
   if (!connecting_ || end.path >= paths_.size()) return nonsense("an answer to nothing");
   Path& path = paths_[end.path];
   if (end.generation != path.generation || path.state != Path::State::Mending) return;
@@ -228,7 +232,7 @@ void VerbsConnection::onAnswer(const verbs_wire::PathEnd& end) {
   failedOver_ = true;
 }
 
-void VerbsConnection::connectMended(Path& path) {
+void PathSet::connectMended(Path& path) {
   path.answered = false;
   Mender::Order order;
   order.kind = Mender::Order::Kind::Connect;
@@ -239,71 +243,12 @@ void VerbsConnection::connectMended(Path& path) {
   mender_.place(std::move(order));
 }
 
-void VerbsConnection::onAgainGo(const verbs_wire::PathEnd& end) {
+void PathSet::onAgainGo(const verbs_wire::PathEnd& end) {
   if (connecting_ || end.path >= paths_.size()) return nonsense("a go to nothing");
   Path& path = paths_[end.path];
   if (end.generation != path.generation || path.state != Path::State::Mending) return;
   path.state = Path::State::Probing;
   probe(path);
-}
-
-// --- The control socket --------------------------------------------------------------------------
-
-void VerbsConnection::takeControl() {
-  controlReady_.store(false, std::memory_order_relaxed);
-  while (bundle_->receiveControl(controlSink_)) {
-  }
-}
-
-std::byte* VerbsConnection::ControlSink::place(const FrameHeader& header, Status* bad) {
-  using namespace verbs_wire;
-  const std::size_t expected =
-      header.kind == kOffer                                                        ? sizeof(Offer)
-      : header.kind == kReport                                                     ? sizeof(Report)
-      : header.kind == kNudge                                                      ? sizeof(Nudge)
-      : header.kind == kAgain || header.kind == kAnswer || header.kind == kAgainGo ? sizeof(PathEnd)
-                                                                                   : 0;
-  const bool fits =
-      header.kind == kRefuse ? header.bytes <= buffer.size() : header.bytes == expected;
-  if (fits) return buffer.data();
-  *bad = Status::error(Code::Remote,
-                       fmt::format("a message of kind {} and {} bytes that makes no sense to a "
-                                   "verbs connection",
-                                   header.kind, header.bytes));
-  return nullptr;
-}
-
-void VerbsConnection::ControlSink::arrived(const FrameHeader& header) {
-  using namespace verbs_wire;
-  const auto as = [this]<typename T>(T value) {
-    std::memcpy(&value, buffer.data(), sizeof value);
-    return value;
-  };
-  if (header.kind == kGo && header.bytes == 0) return owner->onGo();
-  if (header.bytes == 0) return owner->nonsense("an empty message");
-  switch (header.kind) {
-    case kOffer:
-      return owner->onOffer(as(Offer()));
-    case kRefuse:
-      return owner->gone(
-          fmt::format("its mover says: {}",
-                      std::string(reinterpret_cast<const char*>(buffer.data()), header.bytes)));
-    case kReport:
-      return owner->onReport(as(Report()));
-    case kAgain:
-      return owner->onAgain(as(PathEnd()));
-    case kAnswer:
-      return owner->onAnswer(as(PathEnd()));
-    case kAgainGo:
-      return owner->onAgainGo(as(PathEnd()));
-    case kNudge:
-      // Only up to what can have been sent: a peer that counts wrongly would keep this mover awake.
-      owner->nudgedUpTo_ =
-          std::min(as(Nudge()).upTo, owner->receiving_.next + std::uint64_t{kMessageWindow});
-      return;
-    default:
-      return owner->nonsense(fmt::format("a message of kind {}", header.kind));
-  }
 }
 
 }  // namespace hoccl

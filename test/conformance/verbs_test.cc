@@ -1,0 +1,359 @@
+// The plugin over queue pairs. Runs where there is an RDMA device, as in the guests of the RDMA lab
+// (docs/rdma-lab.md), and is skipped elsewhere; with two guests both sides run it.
+
+#include <dirent.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "test/conformance/session.h"
+
+namespace conformance {
+namespace {
+
+constexpr int kHost = hoccl::nccl_abi::kHostPointer;
+
+bool twoNodes() {
+  const char* nodes = std::getenv("NODES");
+  return nodes != nullptr && std::string(nodes) == "2";
+}
+
+std::vector<std::string> rdmaDevices() {
+  std::vector<std::string> names;
+  DIR* const folder = ::opendir("/sys/class/infiniband");
+  while (const dirent* entry = folder != nullptr ? ::readdir(folder) : nullptr) {
+    if (entry->d_name[0] != '.') names.emplace_back(entry->d_name);
+  }
+  if (folder != nullptr) ::closedir(folder);
+  return names;
+}
+
+/// Packets that the soft-RoCE devices have sent.
+std::uint64_t packetsSent() {
+  std::uint64_t all = 0;
+  for (const std::string& name : rdmaDevices()) {
+    std::ifstream file("/sys/class/infiniband/" + name + "/ports/1/hw_counters/sent_pkts");
+    std::uint64_t count = 0;
+    if (file >> count) all += count;
+  }
+  return all;
+}
+
+class Verbs : public testing::Test {
+ protected:
+  void TearDown() override {
+    if (twoNodes()) {
+      EXPECT_EQ(std::system("lab heal all"), 0);
+    }
+  }
+  void SetUp() override {
+    if (rdmaDevices().empty()) GTEST_SKIP() << "no RDMA device (docs/rdma-lab.md)";
+    ::setenv("HOCCL_TRANSPORT", "verbs", 1);
+    ::unsetenv("CONFORMANCE_REGISTER");
+    if (std::getenv("HOCCL_IB_TIMEOUT") == nullptr) ::setenv("HOCCL_IB_TIMEOUT", "18", 1);
+  }
+};
+
+struct Registered {
+  Registered(Net& net, void* comm, std::size_t bytes) : net(net), comm(comm), data(bytes, 0xcd) {
+    REQUIRE_OK(net.registerMemory(comm, data.data(), bytes, kHost, &handle));
+    REQUIRE(handle != nullptr);
+  }
+  ~Registered() { REQUIRE_OK(net.deregisterMemory(comm, handle)); }
+  Net& net;
+  void* comm;
+  std::vector<unsigned char> data;
+  void* handle = nullptr;
+};
+
+void* sendFrom(Net& net, void* comm, const void* data, std::size_t bytes, void* handle) {
+  const double start = now();
+  for (void* request = nullptr;;) {
+    REQUIRE_OK(net.send(comm, data, bytes, 1, &request, handle));
+    if (request != nullptr) return request;
+    REQUIRE(now() - start < 10 * patience());
+    ::sched_yield();
+  }
+}
+
+void* receiveInto(Net& net, void* comm, void* data, std::size_t bytes, void* handle) {
+  const int tag = 1;
+  const double start = now();
+  for (void* request = nullptr;;) {
+    REQUIRE_OK(net.receive(comm, 1, &data, &bytes, &tag, &request, &handle));
+    if (request != nullptr) return request;
+    REQUIRE(now() - start < 10 * patience());
+    ::sched_yield();
+  }
+}
+
+TEST_F(Verbs, DevicesAreThePorts) {
+  const Outcome outcome = runAlone([] {
+    Session session(12);
+    int count = 0;
+    REQUIRE_OK(session.net().devices(&count));
+    REQUIRE(static_cast<std::size_t>(count) == rdmaDevices().size());
+    for (int device = 0; device < count; ++device) {
+      Properties p;
+      REQUIRE_OK(session.net().properties(device, &p));
+      REQUIRE_SAYING(p.name == "rxe" + std::to_string(device), p.name);
+      REQUIRE(p.guid != 0 && p.speedMbps > 0 && p.pointerSupport == kHost);
+      REQUIRE(p.maxReceives == hoccl::nccl_abi::kMaxGroupedReceives);
+    }
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+// What is registered on both sides goes over the NIC; what one side has not registered does not,
+// and arrives all the same.
+TEST_F(Verbs, RegisteredMemoryGoesOverTheNic) {
+  const Outcome outcome = runPair([](const Side& side) {
+    constexpr std::size_t kBytes = 1500037, kPacket = 4096;
+    Session session(12);
+    Net& net = session.net();
+    void* const comm = session.connectPair(side, 0);
+    Registered memory(net, comm, kBytes + 64);
+    std::uint64_t seed = 0;
+    for (const int unregistered : {-1, 0, 1}) {
+      void* const handle = side.rank() == unregistered ? nullptr : memory.handle;
+      ++seed;
+      side.meet();
+      const std::uint64_t before = packetsSent();
+      if (side.rank() == 0) {
+        fill(memory.data.data(), kBytes, seed);
+        REQUIRE(finish(net, sendFrom(net, comm, memory.data.data(), kBytes, handle)) ==
+                static_cast<int>(kBytes));
+      } else {
+        void* const request = receiveInto(net, comm, memory.data.data(), kBytes + 32, handle);
+        REQUIRE(finish(net, request) == static_cast<int>(kBytes));
+        REQUIRE(matches(memory.data.data(), kBytes, seed));
+        REQUIRE(allBytes(memory.data.data() + kBytes, 64, 0xcd));
+      }
+      side.meet();
+      const std::uint64_t packets = packetsSent() - before;
+      const bool sees = side.rank() == 0 || !twoNodes();
+      const bool all = packets >= kBytes / kPacket, none = packets < kBytes / kPacket / 10;
+      REQUIRE_SAYING(!sees || (unregistered < 0 ? all : none), std::to_string(packets));
+    }
+    side.meet();
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+// A receive that is open is written by nobody once a small message has filled it, and one in the
+// same place later gets its own bytes.
+TEST_F(Verbs, SmallAndLargeInTurns) {
+  const Outcome outcome = runPair([](const Side& side) {
+    constexpr std::size_t kRoom = 200000;
+    Session session(11);
+    Net& net = session.net();
+    void* const comm = session.connectPair(side, 1);
+    Registered memory(net, comm, kRoom);
+    for (std::size_t i = 0; i < 40; ++i) {
+      const std::size_t bytes = i % 3 == 0 ? 100 + i : i % 7 == 0 ? 0 : kRoom - i;
+      if (side.rank() == 1) {
+        fill(memory.data.data(), bytes, i);
+        (void)finish(net, sendFrom(net, comm, memory.data.data(), bytes, memory.handle));
+      } else {
+        void* const request = receiveInto(net, comm, memory.data.data(), kRoom, memory.handle);
+        REQUIRE(finish(net, request) == static_cast<int>(bytes));
+        REQUIRE(matches(memory.data.data(), bytes, i));
+      }
+    }
+    side.meet();
+    REQUIRE_OK(side.rank() == 1 ? net.closeSend(comm) : net.closeReceive(comm));
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+// One device of two NICs, as NCCL makes them of the ports of an adapter.
+TEST_F(Verbs, TwoNicsAsOneDevice) {
+  if (rdmaDevices().size() < 2) GTEST_SKIP() << "one RDMA device";
+  const Outcome outcome = runPair([](const Side& side) {
+    constexpr std::size_t kBytes = 1000001;
+    Session session(12);
+    Net& net = session.net();
+    const int both[] = {0, 1}, twice[] = {0, 0};
+    int device = -1, again = -1, count = 0;
+    REQUIRE(net.makeVirtual(2, twice, &device) != ncclSuccess);
+    REQUIRE_OK(net.makeVirtual(2, both, &device));
+    REQUIRE_OK(net.makeVirtual(2, both, &again));
+    REQUIRE_OK(net.devices(&count));
+    REQUIRE(device == count - 1 && again == device);
+    Properties p;
+    REQUIRE_OK(net.properties(device, &p));
+    REQUIRE_SAYING(p.name == "rxe0+rxe1" && p.virtualDevices == 2, p.name);
+    void* const comm = session.connectPair(side, 0, device);
+    Registered memory(net, comm, kBytes);
+    for (std::uint64_t seed = 1; seed < 5; ++seed) {
+      if (side.rank() == 0) {
+        fill(memory.data.data(), kBytes, seed);
+        finish(net, sendFrom(net, comm, memory.data.data(), kBytes, memory.handle));
+      } else {
+        finish(net, receiveInto(net, comm, memory.data.data(), kBytes, memory.handle));
+        REQUIRE(matches(memory.data.data(), kBytes, seed));
+      }
+      side.meet();
+    }
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+/// As if a module for peer memory were loaded: seen by this process only.
+void pretendPeerMemory() {
+  REQUIRE(::unshare(CLONE_NEWNS) == 0);
+  REQUIRE(::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
+  REQUIRE(::mount("none", "/sys/module", "tmpfs", 0, nullptr) == 0);
+  REQUIRE(::mkdir("/sys/module/nvidia_peermem", 0755) == 0);
+}
+
+/// Memory that NICs reach and, while it is locked, the CPU does not: as that of a GPU. Whoever
+/// touches it dies.
+struct Unreachable {
+  Unreachable(Net& net, void* comm, std::size_t size)
+      : net(net),
+        bytes(size),
+        data(static_cast<unsigned char*>(
+            ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+        comm(comm) {
+    std::memset(data, 0xcd, bytes);
+    REQUIRE_OK(net.registerMemory(comm, data, bytes, hoccl::nccl_abi::kDevicePointer, &handle));
+    REQUIRE(handle != nullptr);
+  }
+  ~Unreachable() {
+    REQUIRE_OK(net.deregisterMemory(comm, handle));
+    ::munmap(data, bytes);
+  }
+  void lock() const { REQUIRE(::mprotect(data, bytes, PROT_NONE) == 0); }
+  void unlock() const { REQUIRE(::mprotect(data, bytes, PROT_READ | PROT_WRITE) == 0); }
+  Net& net;
+  std::size_t bytes;
+  unsigned char* data;
+  void* comm;
+  void* handle = nullptr;
+};
+
+// What the CPU cannot reach goes over the NICs alone, small messages, too, to and from such memory,
+// and is flushed.
+TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
+  const Outcome outcome = runPair([](const Side& side) {
+    constexpr std::size_t kRoom = 400 << 10;
+    pretendPeerMemory();
+    Session session(12);
+    Net& net = session.net();
+    Properties p;
+    REQUIRE_OK(net.properties(0, &p));
+    REQUIRE(p.pointerSupport == (kHost | hoccl::nccl_abi::kDevicePointer));
+    void* const comm = session.connectPair(side, 0);
+    Unreachable far(net, comm, kRoom);
+    Registered near(net, comm, kRoom);
+    std::uint64_t seed = 0;
+    for (const bool farSends : {true, false}) {
+      for (const bool farReceives : {true, false}) {
+        for (const std::size_t bytes : {1u, 0u, 8u, 5000u, 16384u, 16385u, 300001u}) {
+          ++seed;
+          if (side.rank() == 0) {
+            unsigned char* const data = farSends ? far.data : near.data.data();
+            fill(data, bytes, seed);
+            if (farSends) far.lock();
+            finish(net, sendFrom(net, comm, data, bytes, farSends ? far.handle : near.handle));
+            if (farSends) far.unlock();
+            continue;
+          }
+          unsigned char* const data = farReceives ? far.data : near.data.data();
+          void* const handle = farReceives ? far.handle : near.handle;
+          std::memset(data, 0xcd, kRoom);
+          if (farReceives) far.lock();
+          const int got = finish(net, receiveInto(net, comm, data, kRoom - 64, handle));
+          REQUIRE(got == static_cast<int>(bytes));
+          void* flush = nullptr;
+          REQUIRE_OK(net.flush(comm, data, got, &flush, handle));
+          REQUIRE((flush != nullptr) == (farReceives && bytes > 0));
+          if (flush != nullptr) finish(net, flush);
+          if (farReceives) far.unlock();
+          REQUIRE(matches(data, bytes, seed));
+          REQUIRE(allBytes(data + bytes, kRoom - bytes, 0xcd));
+        }
+      }
+    }
+    side.meet();
+    // What is not registered cannot come from there, nor go there: an error, and no crash.
+    takeLog();
+    if (side.rank() == 0) {
+      std::vector<unsigned char> plain(kRoom);
+      REQUIRE(failureOfSend(net, comm, plain.data(), kRoom - 64, 1) != ncclSuccess);
+      REQUIRE(onlyWarning().find("device memory") != std::string::npos);
+    } else {
+      far.lock();
+      void* const request = receiveInto(net, comm, far.data, kRoom, far.handle);
+      REQUIRE(failureOf(net, request) == ncclRemoteError);
+      far.unlock();
+    }
+    side.meet();
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+// A NIC of two is cut off in the middle: everything arrives. Then the other one, too: both ends
+// have an error in time.
+TEST_F(Verbs, CutsUnderTraffic) {
+  if (!twoNodes() || rdmaDevices().size() < 2) GTEST_SKIP() << "needs two nodes with two NICs";
+  ::setenv("HOCCL_SOCKET_IFNAME", "mgmt0", 1);
+  // Tries for ever with a count of 7.
+  ::setenv("HOCCL_IB_RETRY_CNT", "6", 1);
+  ::setenv("HOCCL_IB_TIMEOUT", "15", 1);
+  const Outcome outcome = runPair(
+      [](const Side& side) {
+        constexpr std::size_t kBytes = 500007, kMessages = 12;
+        Session session(12);
+        Net& net = session.net();
+        const int both[] = {0, 1};
+        int device = -1;
+        REQUIRE_OK(net.makeVirtual(2, both, &device));
+        void* const comm = session.connectPair(side, 0, device);
+        Registered memory(net, comm, kBytes);
+        for (std::uint64_t seed = 1; seed <= kMessages; ++seed) {
+          void* request = nullptr;
+          if (side.rank() == 0) {
+            fill(memory.data.data(), kBytes, seed);
+            request = sendFrom(net, comm, memory.data.data(), kBytes, memory.handle);
+            if (seed == 4) REQUIRE(std::system("lab cut 0") == 0);
+          } else {
+            request = receiveInto(net, comm, memory.data.data(), kBytes, memory.handle);
+          }
+          finish(net, request, nullptr, 30);
+          if (side.rank() == 1) REQUIRE(matches(memory.data.data(), kBytes, seed));
+        }
+        side.meet();
+        takeLog();
+        void* request = nullptr;
+        if (side.rank() == 0) {
+          REQUIRE(std::system("lab cut 1") == 0);
+          request = sendFrom(net, comm, memory.data.data(), kBytes, memory.handle);
+        } else {
+          request = receiveInto(net, comm, memory.data.data(), kBytes, memory.handle);
+        }
+        REQUIRE(failureOf(net, request, 20) == ncclRemoteError);
+        std::string all;
+        for (const LogLine& line : takeLog()) all += line.text + "\n";
+        REQUIRE_SAYING(
+            all.find("queue pair") != std::string::npos && all.find("rxe1") != std::string::npos,
+            all);
+        side.meet();
+        REQUIRE_OK(side.rank() == 0 ? net.closeSend(comm) : net.closeReceive(comm));
+      },
+      60);
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
+}  // namespace
+}  // namespace conformance
