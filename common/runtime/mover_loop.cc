@@ -146,8 +146,10 @@ bool MoverLoop::takeEvents() {
         in_.useScratch(event.address + SharedLanes::kCount * slotBytes_, slotBytes_);
         break;
       case LoopEvent::Kind::DetourMade:
-        event.detour->out.depth = event.detour->in.depth = peer_.depth;
-        links_.at(event.peer)->useDetour(std::move(event.detour));
+        if (const auto self = links_.find(event.peer); self != links_.end()) {
+          event.detour->out.depth = event.detour->in.depth = peer_.depth;
+          self->second->useDetour(std::move(event.detour));
+        }
         break;
       case LoopEvent::Kind::Stop:
         stopping_ = true;

@@ -129,6 +129,12 @@ TEST_P(DirectCollectivesOf, OneSlotAndRandomDelays) {
   for (int rank = 0; rank < GetParam(); ++rank) EXPECT_EQ(job.said(rank, "smOps"), "0");
 }
 
+TEST(Direct, TheOwnBlockGoesThroughTheHostWhereTheNeighbourHasNoRoom) {
+  Job job("collectivesCopies", 2);
+  job.oneNode().env("EMUCUDA_MEM_GIB", "1").env("HOCCL_SLOT_BYTES", "512MiB").finish(60);
+  for (int rank : {0, 1}) EXPECT_EQ(job.said(rank, "AllGather"), "1 1 1");
+}
+
 TEST(Direct, SwitchedOff) {
   Job job("bothWays", 2);
   job.oneNode().env("HOCCL_P2P", "0").finish();

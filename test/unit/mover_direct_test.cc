@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common/base/time.h"
@@ -289,6 +290,8 @@ TEST(Direct, Rule8ADropWaitsForThePeerThatHasBeenTold) {
     ASSERT_TRUE(s.peer.receive(MessageType::Forget, &message));
     EXPECT_EQ(message.turn, allocation);
     EXPECT_EQ(drops.await(request, Deadline::afterMs(kSettleMs)), ImportDrops::Answer::TimedOut);
+    const Deadline described = Deadline::afterMs(5000);
+    while (drops.pending(request).empty() && !described.passed()) std::this_thread::yield();
     EXPECT_TRUE(contains(drops.pending(request), "another GPU of the node"));
     if (dies) {
       s.peer.die();
