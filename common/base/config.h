@@ -70,7 +70,8 @@ namespace hoccl {
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \
   X(transport, Choice, "HOCCL_TRANSPORT", "auto", 0, 0, "auto|shm|tcp|verbs", 1,                    \
     "how movers reach each other: shm on one host, between hosts verbs where both have RDMA NICs, else "  \
-    "tcp (auto), shm alone, so that nothing is steered between hosts, tcp or verbs even on one host")                                    \
+    "tcp (auto), shm alone, so that nothing is steered between hosts, tcp or verbs even on one host; "   \
+    "and what the net plugin uses: verbs where there is an RDMA NIC, else tcp (auto), verbs, or tcp")                                    \
   X(p2p, Count, "HOCCL_P2P", "1", 0, 2, "", 1,                                                      \
     "direct copies between GPUs of a node: 1 over NVLink, 2 over PCIe as well, where nothing promises "  \
     "that a flag comes after the bytes, 0 none; other pairs go through pinned host memory")          \

@@ -36,6 +36,16 @@ Status NetLink::pingPong(int iterations, double* seconds) {
   return {};
 }
 
+Status NetLink::burst(int messages, double* seconds) {
+  const std::uint64_t begin = monotonicNs();
+  for (int i = 0; i < messages; ++i) {
+    if (Status status = pair_.side == 0 ? say() : listen(); !status) return status;
+  }
+  if (Status status = pair_.side == 0 ? listen() : say(); !status) return status;
+  *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
+  return {};
+}
+
 Status tell(const NetPair& pair, const void* data, std::size_t bytes) {
   const auto* at = static_cast<const std::byte*>(data);
   while (bytes > 0) {

@@ -100,16 +100,6 @@ class SlotLink final : public NetLink {
     return {};
   }
 
-  Status burst(int messages, double* seconds) override {
-    const std::uint64_t begin = monotonicNs();
-    for (int i = 0; i < messages; ++i) {
-      if (Status s = pair_.side == 0 ? say() : listen(); !s) return s;
-    }
-    if (Status s = pair_.side == 0 ? listen() : say(); !s) return s;
-    *seconds = static_cast<double>(monotonicNs() - begin) * 1e-9;
-    return {};
-  }
-
  private:
   /// Takes what has come; without shared slots nothing comes otherwise.
   Status look() {
