@@ -473,7 +473,7 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   }
   SharedMemory table;
   HOCCL_RETURN_IF_ERROR(
-      SharedMemory::map(std::move((*fds)[0]), request.ranks * sizeof(PeerRecord), &table));
+      SharedMemory::map(std::move((*fds)[0]), peerTableBytes(request.ranks), &table));
   const auto* records = static_cast<const PeerRecord*>(table.data());
   LoopEvent event;
   event.kind = LoopEvent::Kind::CommunicatorAdded;
@@ -493,6 +493,9 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
     event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
                                          getText(records[i].host), records[i].pid, direct});
   }
+  table.closeFd();
+  event.communicator->counts = pairCountsOf(table.data(), request.ranks);
+  event.communicator->table = std::move(table);
   post(std::move(event));
   return {};
 }

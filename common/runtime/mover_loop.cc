@@ -218,6 +218,7 @@ void MoverLoop::rest(bool moved) {
     imports_.describe(import, describeUsers(import));
   }
   imports_.describeHeld(now);
+  if (pendingOps_ > 0 && now >= lookForStallsNs_) tellStalled(now);
   if (imports_.work()) return;
   bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
   for (auto& [peer, link] : links_) copying = copying || link->incoming();
@@ -305,6 +306,9 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
         failCommunicator(*communicator, Code::Aborted, "the communicator was aborted");
       }
       closable_.push_back(descriptor.communicator);
+      return;
+    case OpKind::Disagree:
+      if (communicator) onDisagree(*communicator, descriptor);
       return;
     case OpKind::Drop:
     case OpKind::DropIdle:

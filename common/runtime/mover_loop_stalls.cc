@@ -1,0 +1,105 @@
+// What the mover's loop does about a send and its receive of which one is steered and the other has
+// gone to NCCL, because their sizes lie on different sides of HOCCL_MIN_BYTES: neither would ever
+// end. An operation that has waited for a while is told to the peer's mover, which compares what
+// its own application has called (pair_counts.h). Nothing is concluded from how long it waits.
+
+#include <algorithm>
+
+#include "common/base/time.h"
+#include "common/runtime/mover_loop.h"
+
+namespace hoccl {
+namespace {
+
+/// An operation is told when it waits at two looks. Long enough that those whose peer is only late
+/// seldom are: it costs the peer's mover a wake-up.
+constexpr std::uint64_t kBetweenLooksNs = 50'000'000;
+
+/// Whether nothing of the other side has shown yet.
+bool waitsForPeer(const Op& op) {
+  if (op.failed || (op.descriptor.pairSequence & kCollectiveSequence)) return false;
+  if (op.send()) return !op.matched && (op.waiting & ~Op::kForRoute) == 0;
+  return op.waiting == 0 && op.announced == 0;
+}
+
+}  // namespace
+
+void MoverLoop::tellStalled(std::uint64_t now) {
+  lookForStallsNs_ = now + kBetweenLooksNs;
+  for (auto& communicator : communicators_) {
+    if (!communicator || communicator->failed || communicator->pending == 0) continue;
+    for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
+      if (static_cast<std::int32_t>(rank) == communicator->info.rank) continue;
+      tellStalled(*communicator, rank, true);
+      tellStalled(*communicator, rank, false);
+    }
+  }
+}
+
+/// Only the first that waits: what the peer calls next is that one, or never comes.
+void MoverLoop::tellStalled(Communicator& communicator, std::size_t rank, bool send) {
+  Communicator::Pair& pair = communicator.pairs[rank];
+  if (pair.dead) return;
+  Op* first = nullptr;
+  (send ? pair.sends : pair.receives).forEach([&](PairWindow::Entry& entry) {
+    if (!first && entry.op && waitsForPeer(*entry.op)) first = entry.op;
+  });
+  StallWatch& watch = send ? pair.sendWatch : pair.receiveWatch;
+  const std::uint64_t front = first ? first->descriptor.pairSequence : StallWatch::kNone;
+  const bool stalled = first && watch.front == front && watch.told != front;
+  watch.front = front;
+  if (!stalled) return;
+  watch.told = front;
+  Message message{};
+  message.type = MessageType::Stalled;
+  address(*first, &message);
+  message.slot = send ? 0 : 1;
+  message.length = first->descriptor.passed;
+  first->link->send(message);
+  first->link->connection()->nudge();
+}
+
+void MoverLoop::onStalled(Link& link, const Message& message) {
+  Communicator* communicator = byId(message.communicator);
+  if (!communicator || communicator->failed) return;
+  const bool theirSend = message.slot == 0;
+  const std::int32_t peer = theirSend ? message.source : message.destination;
+  const std::int32_t self = theirSend ? message.destination : message.source;
+  if (self != communicator->info.rank || peer < 0 || peer == self ||
+      static_cast<std::size_t>(peer) >= communicator->pairs.size() ||
+      (message.pairSequence & kCollectiveSequence)) {
+    return;
+  }
+  const auto index = static_cast<std::size_t>(peer);
+  PairCounts& counts = communicator->info.counts[index];
+  PairDirection& own = theirSend ? counts.receives : counts.sends;
+  if (own.steered.load(std::memory_order_acquire) > message.pairSequence) return;  // on its way
+  Communicator::Pair& pair = communicator->pairs[index];
+  StallWatch& watch = theirSend ? pair.receiveWatch : pair.sendWatch;
+  watch.theirs = message.pairSequence;
+  watch.theirPassed = message.length;
+  watch.theirBytes = message.bytes;
+  if (noteAwaited(own, message.pairSequence, message.length)) {
+    mismatch(*communicator, &link, peer, message.pairSequence, !theirSend, 0, message.bytes);
+  }
+}
+
+void MoverLoop::onDisagree(Communicator& communicator, const OpDescriptor& descriptor) {
+  if (communicator.failed || descriptor.peer < 0 ||
+      static_cast<std::size_t>(descriptor.peer) >= communicator.pairs.size()) {
+    return;
+  }
+  const auto index = static_cast<std::size_t>(descriptor.peer);
+  const bool send = descriptor.launchSlot == 0;
+  const StallWatch& watch =
+      send ? communicator.pairs[index].sendWatch : communicator.pairs[index].receiveWatch;
+  const auto link = links_.find(communicator.info.peers[index].mover);
+  if (watch.theirs == StallWatch::kNone || link == links_.end() ||
+      !disagree(descriptor.pairSequence, descriptor.passed, watch.theirs, watch.theirPassed)) {
+    return;
+  }
+  mismatch(communicator, link->second.get(), descriptor.peer, watch.theirs, send, descriptor.bytes,
+           watch.theirBytes);
+}
+
+}  // namespace hoccl
