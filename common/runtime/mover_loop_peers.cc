@@ -199,6 +199,7 @@ void MoverLoop::onReady(Link& link, const Message& message) {
   }
   Communicator::Pair& pair = communicator->pairs[static_cast<std::size_t>(message.destination)];
   PairWindow::Entry* entry = pair.sends.find(message.pairSequence);
+  if (!entry) receiveCame(*communicator, message);
   if (!entry || entry->peerReady) return;  // over already on this side
   entry->peerReady = true;
   entry->peerBytes = message.bytes;

@@ -3,7 +3,8 @@
 // end. An operation that has waited for a while is told to the peer's mover, which compares what
 // its own application has called (pair_counts.h). Nothing is concluded from how long it waits.
 
-#include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "common/base/time.h"
 #include "common/runtime/mover_loop.h"
@@ -26,37 +27,73 @@ bool waitsForPeer(const Op& op) {
 
 void MoverLoop::tellStalled(std::uint64_t now) {
   lookForStallsNs_ = now + kBetweenLooksNs;
+  untold_ = false;
   for (auto& communicator : communicators_) {
-    if (!communicator || communicator->failed || communicator->pending == 0) continue;
+    if (!communicator || communicator->failed) continue;
+    if (communicator->pending + communicator->loneSends == 0) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
       if (static_cast<std::int32_t>(rank) == communicator->info.rank) continue;
-      tellStalled(*communicator, rank, true);
-      tellStalled(*communicator, rank, false);
+      untold_ |= tellStalled(*communicator, rank, true);
+      untold_ |= tellStalled(*communicator, rank, false);
     }
   }
 }
 
-/// Only the first that waits: what the peer calls next is that one, or never comes.
-void MoverLoop::tellStalled(Communicator& communicator, std::size_t rank, bool send) {
+/// Only the first that waits: what the peer calls next is that one, or never comes. Returns whether
+/// it is to be told at the next look, if it still waits then.
+bool MoverLoop::tellStalled(Communicator& communicator, std::size_t rank, bool send) {
   Communicator::Pair& pair = communicator.pairs[rank];
-  if (pair.dead) return;
-  Op* first = nullptr;
+  if (pair.dead) return false;
+  LoneSend first{StallWatch::kNone, 0, 0};
   (send ? pair.sends : pair.receives).forEach([&](PairWindow::Entry& entry) {
-    if (!first && entry.op && waitsForPeer(*entry.op)) first = entry.op;
+    if (!entry.op || !waitsForPeer(*entry.op)) return;
+    const OpDescriptor& d = entry.op->descriptor;
+    if (d.pairSequence < first.sequence) first = {d.pairSequence, d.passed, d.bytes};
   });
+  if (send) {
+    for (const LoneSend& each : pair.loneSends) {
+      if (each.sequence < first.sequence) first = each;
+    }
+  }
   StallWatch& watch = send ? pair.sendWatch : pair.receiveWatch;
-  const std::uint64_t front = first ? first->descriptor.pairSequence : StallWatch::kNone;
-  const bool stalled = first && watch.front == front && watch.told != front;
-  watch.front = front;
-  if (!stalled) return;
-  watch.told = front;
+  const bool still = std::exchange(watch.front, first.sequence) == first.sequence;
+  if (first.sequence == StallWatch::kNone || watch.told == first.sequence) return false;
+  if (!still) return true;
+  watch.told = first.sequence;
+  const auto link = links_.find(communicator.info.peers[rank].mover);
+  if (link == links_.end() || !link->second->up()) return false;
+  const auto peer = static_cast<std::int32_t>(rank);
   Message message{};
   message.type = MessageType::Stalled;
-  address(*first, &message);
   message.slot = send ? 0 : 1;
-  message.length = first->descriptor.passed;
-  first->link->send(message);
-  first->link->connection()->nudge();
+  message.communicator = communicator.info.id;
+  message.source = send ? communicator.info.rank : peer;
+  message.destination = send ? peer : communicator.info.rank;
+  message.pairSequence = first.sequence;
+  message.bytes = first.bytes;
+  message.length = first.passed;
+  link->second->send(message);
+  link->second->connection()->nudge();
+  return false;
+}
+
+/// A send whose bytes have all gone before its receive has come.
+void MoverLoop::noteLoneSend(const Op& op) {
+  const OpDescriptor& d = op.descriptor;
+  Communicator& communicator = *op.communicator;
+  if ((d.pairSequence & kCollectiveSequence) || d.peer == communicator.info.rank) return;
+  communicator.pairs[static_cast<std::size_t>(d.peer)].loneSends.push_back(
+      {d.pairSequence, d.passed, d.bytes});
+  ++communicator.loneSends;
+  untold_ = true;
+}
+
+void MoverLoop::receiveCame(Communicator& communicator, const Message& ready) {
+  if (communicator.loneSends == 0) return;
+  auto& lone = communicator.pairs[static_cast<std::size_t>(ready.destination)].loneSends;
+  communicator.loneSends -= static_cast<std::uint32_t>(std::erase_if(
+      lone, [&](const LoneSend& each) { return each.sequence == ready.pairSequence; }));
+  untold_ = untold_ || !lone.empty();  // another is the first now
 }
 
 void MoverLoop::onStalled(Link& link, const Message& message) {
