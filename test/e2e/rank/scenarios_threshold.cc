@@ -133,7 +133,7 @@ void mixedSizes(const Rank& rank) {
 }
 
 /// A captured send and its receive are at other places among the calls of the two ranks than among
-/// what runs; calls that NCCL refuses and groups that fail did not happen.
+/// what runs; the calls of a group that fails did not happen.
 void notCounted(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream stream = newStream(), captured = newStream();
@@ -154,15 +154,18 @@ void notCounted(const Rank& rank) {
     REQUIRE_CU(cuda().graphDestroy(graph));
   };
   if (send) {
-    rank.awaitOf("enqueued", 1);
-    ::usleep(300'000);  // rank 1's receive is told meanwhile
-    capture();
     REQUIRE_NCCL(nccl().ncclGroupStart());
     REQUIRE_NCCL(call(true, small, peer, comm, stream));
     REQUIRE(nccl().ncclSend(small.data(), kSmall, ncclUint8, 7, comm, stream) != ncclSuccess,
             "a send to a rank that does not exist");
     REQUIRE(nccl().ncclGroupEnd() != ncclSuccess, "a group with a call that failed");
+    rank.postMine("failed");
+    rank.awaitOf("enqueued", 1);
+    ::usleep(300'000);  // rank 1's receive is told meanwhile
+    capture();
     ::usleep(300'000);
+  } else {
+    rank.awaitOf("failed", 0);
   }
   REQUIRE_NCCL(call(send, large, peer, comm, stream));
   rank.postMine("enqueued");
