@@ -9,6 +9,7 @@
 #include "common/base/log.h"
 #include "common/base/time.h"
 #include "common/runtime/pair_counts.h"
+#include "plugin-tuner/call_support.h"
 #include "plugin-tuner/open_group.h"
 #include "plugin-tuner/process_core.h"
 #include "plugin-tuner/steered_comm.h"
@@ -42,6 +43,7 @@ Status disagreement(const PassedCall& call, std::uint64_t passed) {
     if (Status status = comm.health(); !status) return status;
     ::usleep(100);
   }
+  if (comm.ended) return abortedStatus();
   const Status status = Status::error(
       Code::InvalidArgument,
       fmt::format("a {} rank {} of {} bytes, below HOCCL_MIN_BYTES, meets a steered {} there: the "
