@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "common/gpu/stream_waits.h"
 #include "common/base/shared_memory.h"
+#include "common/gpu/stream_waits.h"
 #include "common/runtime/mover_client.h"
 #include "common/runtime/pair_counts.h"
 #include "plugin-tuner/agreement.h"

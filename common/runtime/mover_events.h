@@ -33,8 +33,8 @@ struct CommunicatorInfo {
   std::uint32_t index = 0;
   std::uint64_t id = 0;
   std::int32_t rank = 0;
-  std::vector<PeerInfo> peers;  ///< by rank
-  SharedMemory table;           ///< that the application shares
+  std::vector<PeerInfo> peers;   ///< by rank
+  SharedMemory table;            ///< that the application shares
   PairCounts* counts = nullptr;  ///< by rank, in `table`
 };
 

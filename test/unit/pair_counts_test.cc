@@ -96,5 +96,18 @@ TEST(PairCounts, NeitherSeesWhatIsNotThere) {
   }
 }
 
+TEST(PairCounts, NothingIsSaidOnceACaptureHasRecordedOne) {
+  PairCounts counts{};
+  counts.sends.passed.store(2);
+  EXPECT_TRUE(noteAwaited(counts.sends, 0, 1));
+  EXPECT_TRUE(passesAwaited(counts.sends, 2));
+  counts.sends.captured.store(1);
+  EXPECT_FALSE(noteAwaited(counts.sends, 0, 1));
+  EXPECT_FALSE(passesAwaited(counts.sends, 2));
+  // Of the other direction nothing was captured.
+  counts.receives.passed.store(2);
+  EXPECT_TRUE(noteAwaited(counts.receives, 0, 1));
+}
+
 }  // namespace
 }  // namespace hoccl
