@@ -6,13 +6,16 @@ of NCCL's that waits for its peer does so beside compute as well."""
 
 import training_model as gpt  # first: it sets what cuBLAS needs before it starts
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from steered import Expected
 from training_clock import Clock
 
-MICRO_BATCHES, BATCH = 8, 2  # a transfer: 2 x 2048 x 2048 bf16, 16 MiB
+MICRO_BATCHES, BATCH = 8, 2
+SHAPE = (BATCH, gpt.LENGTH, gpt.HIDDEN)  # of a transfer, bf16: 16 MiB
 TOKENS_A_STEP = MICRO_BATCHES * BATCH * gpt.LENGTH
 
 
@@ -49,6 +52,15 @@ class Transfers:
         self._activations, self._gradients = (dist.new_group([0, 1]) for _ in range(2))
         self._first = rank.rank == 0
 
+    def connect(self):
+        """One transfer in each direction, so that the communicators are there: to make one behind a pending
+        receive could stand still."""
+        out = torch.zeros(SHAPE, device=gpt.DEVICE, dtype=torch.bfloat16)
+        for sends in (self._first, not self._first):
+            work = self.send(out) if sends else self.receive()[1]
+            work.wait()
+            torch.cuda.synchronize()
+
     def send(self, tensor):
         group = self._activations if self._first else self._gradients
         return self._clock.transfer(lambda: dist.isend(tensor, self._peer, group=group))
@@ -56,7 +68,7 @@ class Transfers:
     def receive(self):
         """(what comes, the work to wait for)."""
         group = self._gradients if self._first else self._activations
-        into = torch.empty(BATCH, gpt.LENGTH, gpt.HIDDEN, device=gpt.DEVICE, dtype=torch.bfloat16)
+        into = torch.empty(SHAPE, device=gpt.DEVICE, dtype=torch.bfloat16)
         return into, self._clock.transfer(lambda: dist.irecv(into, self._peer, group=group))
 
 
@@ -101,6 +113,7 @@ def train(rank):
     steps = gpt.steps(rank)
     data = gpt.batches(7, steps, MICRO_BATCHES * BATCH).unflatten(1, (MICRO_BATCHES, BATCH))
     transfers = Transfers(rank, clock)
+    transfers.connect()
     expected, losses = Expected(rank), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -112,7 +125,7 @@ def train(rank):
         clock.end_step()
         if rank.rank == 1:
             losses.append(float(loss))
-    size = BATCH * gpt.LENGTH * gpt.HIDDEN * 2
+    size = 2 * math.prod(SHAPE)
     expected.sends(*[size] * (2 * MICRO_BATCHES * steps))
     taken = expected.check(rank.path)
     figures = gpt.result(rank, clock, model.named_parameters(), losses)

@@ -21,10 +21,12 @@ STAGED_PERCENT, STAGED_GBS = 1.0, 46.0
 
 
 def _pairs(figures):
-    """Of each pair of segments the mean of both ranks: (slow-down in %, GB moved meanwhile)."""
-    both = zip(figures["rank0"]["pairs"], figures["rank1"]["pairs"])
+    """Of each pair of segments that both ranks could compare, the mean of the ranks: (slow-down in %, GB
+    moved meanwhile)."""
     found = []
-    for ranks in both:
+    for ranks in zip(figures["rank0"]["pairs"], figures["rank1"]["pairs"]):
+        if None in ranks:
+            continue
         slow = [100 * (p["beside"]["layer_ms"] / p["alone"]["layer_ms"] - 1) for p in ranks]
         found.append((statistics.mean(slow), statistics.mean(p["gb_a_layer"] for p in ranks)))
     return found
@@ -34,7 +36,7 @@ def _median(figures, *keys):
     """Of a value of all pairs of both ranks."""
     values = []
     for rank in ("rank0", "rank1"):
-        for value in figures[rank]["pairs"]:
+        for value in filter(None, figures[rank]["pairs"]):
             for key in keys:
                 value = value[key]
             values.append(value)
@@ -42,7 +44,10 @@ def _median(figures, *keys):
 
 
 def _summary(name, figures):
+    """None where there is no pair that both ranks could compare."""
     pairs = _pairs(figures)
+    if not pairs:
+        return None
     per_gb = [slow / gb for slow, gb in pairs]
     times = {
         f"{part}_{when}_ms": round(_median(figures, when, f"{part}_ms"), 4)
@@ -125,8 +130,8 @@ def run(context):
             context, "cases_layer", KINDS, f"{name}_", env, limit_s=LIMIT_S, hoccl=(hoccl, hoccl)
         )
         for kind, result in done.items():
-            if kind in found and result.outcome == "pass":
-                found[kind][name] = _summary(name, result.figures)
+            if result.outcome == "pass" and (summary := _summary(name, result.figures)):
+                found[kind][name] = summary
     for kind, by_name in found.items():
         missing = [name for name, _, _ in runs if name not in by_name]
         context.reporter.record(
