@@ -1,5 +1,6 @@
 """Rank side of group layer: one Transformer layer, forward and backward, with and without traffic between
-the two GPUs in turn.
+the two GPUs in turn; or beside nothing but copies to and from pinned host memory, which move the same bytes
+over PCIe as the staged path does: what they cost, no path through the host can save.
 
 A segment is some layers without a gap. In a segment with traffic, transfers are enqueued on a stream
 of their own, more than last as long as its layers; compared are the layers all of whose time lies between
@@ -19,8 +20,8 @@ from steered import Expected
 DEVICE = "cuda"
 HIDDEN, HEADS, BATCH, LENGTH = 4096, 32, 2, 2048
 BLOCK = 256 * MIB  # a transfer: of one direction
-LAYERS, PAIRS, QUICK_PAIRS = 6, 10, 4
-WARM_UP_SEGMENTS, WARM_UP_TRANSFERS = 4, 6
+LAYERS, PAIRS, QUICK_PAIRS = 16, 10, 4  # 0.14 s: long beside the GPU's control of its clock
+WARM_UP_SEGMENTS, WARM_UP_TRANSFERS = 3, 6
 OUTLAST = 1.5  # times as long as the layers, were both undisturbed
 
 
@@ -73,6 +74,57 @@ class BothWays:
 
     def expect(self, expected):
         expected.sends(BLOCK, BLOCK)
+
+
+class _HostCopies:
+    """Copies between the device and pinned memory, on streams of their own; no peer takes part."""
+
+    def __init__(self, out, into):
+        self._copies = []
+        for wanted, to_host in ((out, True), (into, False)):
+            if wanted:
+                host = torch.zeros(BLOCK, dtype=torch.uint8, pin_memory=True)
+                device = torch.zeros(BLOCK, dtype=torch.uint8, device=DEVICE)
+                pair = (host, device) if to_host else (device, host)
+                self._copies.append((*pair, torch.cuda.Stream()))
+
+    def start(self):
+        """Like a transfer of torch.distributed's: begins behind the current stream, which the wait
+        has wait for it."""
+        works = []
+        for to, source, stream in self._copies:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+            works.append(_Copied(stream))
+        return works
+
+    def expect(self, expected):
+        """Nothing that is counted."""
+
+
+class _Copied:
+    def __init__(self, stream):
+        self._done = stream.record_event()
+
+    def wait(self):
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+class HostOneWay(_HostCopies):
+    """Rank 0 copies to the host, rank 1 from it."""
+
+    moved = BLOCK
+
+    def __init__(self, rank):
+        super().__init__(rank.rank == 0, rank.rank == 1)
+
+
+class HostBothWays(_HostCopies):
+    moved = 2 * BLOCK
+
+    def __init__(self, rank):
+        super().__init__(True, True)
 
 
 def _event():
@@ -212,8 +264,18 @@ def send_recv_both_ways(rank):
     return _measure(rank, BothWays)
 
 
+def bare_one_way(rank):
+    return _measure(rank, HostOneWay)
+
+
+def bare_both_ways(rank):
+    return _measure(rank, HostBothWays)
+
+
 RANK_CASES = {
     "all_gather": all_gather,
     "send_recv_one_way": send_recv_one_way,
     "send_recv_both_ways": send_recv_both_ways,
+    "bare_one_way": bare_one_way,
+    "bare_both_ways": bare_both_ways,
 }

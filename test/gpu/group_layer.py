@@ -1,6 +1,7 @@
 """layer: what traffic between two GPUs costs the compute beside it. One Transformer layer (hidden 4096, batch
 2 x 2048, bf16, forward and backward) with and without traffic in turn, over NCCL, over NCCL limited to
-some CTAs, over HOCCL's direct path and through host memory (HOCCL_P2P=0).
+some CTAs, over HOCCL's direct path and through host memory (HOCCL_P2P=0); and beside bare copies to and from
+host memory, as fast as the staged path's or faster.
 
 The figure is how much longer the layer takes, in percent, for each GB that this GPU sends and receives
 meanwhile: a faster transfer disturbs for a shorter time."""
@@ -13,6 +14,7 @@ from group_training import DEFAULT, HOCCL, configurations
 
 KINDS = ("all_gather", "send_recv_one_way", "send_recv_both_ways")
 STAGED = "hoccl_staged"
+BARE = {"send_recv_one_way": "bare_one_way", "send_recv_both_ways": "bare_both_ways"}
 LIMIT_S = 30
 # Goals: HOCCL's slow-down for each GB, of that of NCCL's default; staged, at a rate near that of a 400 Gb/s
 # NIC, percent.
@@ -92,9 +94,10 @@ def _judge_direct(reporter, kind, ours, nccl):
     )
 
 
-def _judge_staged(reporter, kind, staged):
+def _judge_staged(reporter, kind, staged, bare):
+    """At the rate of a NIC, which one way has. What bare copies cost is told beside it."""
     test = f"{kind}_staged"
-    if not staged:
+    if not staged or not bare:
         reporter.record(test, "error", detail="not measured")
         return
     slow, rate = staged["slow_percent"], staged["one_way_gbs"]
@@ -105,7 +108,8 @@ def _judge_staged(reporter, kind, staged):
         detail=(
             ""
             if met
-            else f"{slow}% at {rate} GB/s, goal at most {STAGED_PERCENT}% at {STAGED_GBS} GB/s"
+            else f"{slow}% at {rate} GB/s, goal at most {STAGED_PERCENT}% at {STAGED_GBS} GB/s; "
+            f"bare copies {bare['slow_percent']}% at {bare['one_way_gbs']} GB/s"
         ),
         figures={
             "value": slow,
@@ -114,6 +118,9 @@ def _judge_staged(reporter, kind, staged):
             "confidence_95": staged["slow_percent_95"],
             "one_way_gbs": rate,
             "goal_gbs": STAGED_GBS,
+            "bare_copies": bare["slow_percent"],
+            "bare_copies_95": bare["slow_percent_95"],
+            "bare_copies_gbs": bare["one_way_gbs"],
         },
     )
 
@@ -132,6 +139,12 @@ def run(context):
         for kind, result in done.items():
             if result.outcome == "pass" and (summary := _summary(name, result.figures)):
                 found[kind][name] = summary
+    bare = group_direct.cases(
+        context, "cases_layer", BARE.values(), "", limit_s=LIMIT_S, hoccl=(False, False)
+    )
+    for kind, name in BARE.items():
+        if bare[name].outcome == "pass" and (summary := _summary(name, bare[name].figures)):
+            found[kind][name] = summary
     for kind, by_name in found.items():
         missing = [name for name, _, _ in runs if name not in by_name]
         context.reporter.record(
@@ -144,4 +157,5 @@ def run(context):
             },
         )
         _judge_direct(context.reporter, kind, by_name.get(HOCCL), by_name.get(DEFAULT))
-        _judge_staged(context.reporter, kind, by_name.get(STAGED))
+    kind = "send_recv_one_way"
+    _judge_staged(context.reporter, kind, found[kind].get(STAGED), found[kind].get(BARE[kind]))
