@@ -249,7 +249,8 @@ Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
     result->paths.steered += steered;
     result->paths.total += steered + after.nccl - before.nccl;
     result->reasons = after.reasons;
-    if ((row.path == "staged" || row.path == "app-copies" || row.path == "direct") && !after.transport.empty())
+    if ((row.path == "staged" || row.path == "app-copies" || row.path == "direct") &&
+        !after.transport.empty())
       row.transport = after.transport;
   }
   result->windows.push_back(window);
@@ -324,6 +325,7 @@ Status measureBareSet(const Setting& setting, RankSet* set,
     std::vector<Json> commands, answers;
     for (int rank = 0; rank < set->size(); ++rank)
       commands.push_back(openCommand(setting, "bare", rank));
+    for (Json& command : commands) command["betweenGpus"] = setting.directPairs;
     HOCCL_RETURN_IF_ERROR(set->ask("opening the GPU", commands, &answers));
     const auto ranks = static_cast<std::size_t>(set->size());
     for (const Shape& shape : shapesOf(options)) {
