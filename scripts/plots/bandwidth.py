@@ -3,23 +3,12 @@
 import math
 
 import style
-from results import Missing, curve, rows_of, test_of
+from results import Missing, curve, rows_of
 from style import pyplot
 
 NCCL_TESTS = "2026-11-29-nccl-tests.json"
 NCCL_TESTS_DATE = NCCL_TESTS[:10]
 TOP_GBS = {"sendrecv": 420, "allgather": 840}
-# Bare copies are issued by PyTorch, call by call: those that take little longer than the shortest one show
-# the call and not the copy.
-ABOVE_SHORTEST = 1.4
-
-
-def _bare(entry):
-    test = test_of(entry, "bare_peer_copies")
-    times = {int(n): us for n, us in test["figures"].get("oneway", {}).items()} if test else {}
-    shortest = min(times.values(), default=0)
-    return sorted((n, n / us / 1e3) for n, us in times.items() if us >= ABOVE_SHORTEST * shortest)
-
 
 def _ctas(entry):
     for ctas in style.CTAS:
@@ -33,10 +22,11 @@ def _sendrecv(read):
     lines = [
         ("HOCCL", curve(found.rows, "hoccl"), style.HOCCL, 2.6, "-"),
         ("NCCL", curve(found.rows, "nccl"), style.NCCL, 2.0, "-"),
+        ("bare copy", curve(found.rows, "bare", path="steady"), style.BARE, 1.2, (0, (4, 2))),
     ]
     try:
         entry, _ = read.group("direct_figures")
-        lines += [*_ctas(entry), ("bare copy", _bare(entry), style.BARE, 1.2, (0, (4, 2)))]
+        lines += _ctas(entry)
     except Missing:
         pass
     return lines, found
