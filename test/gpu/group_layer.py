@@ -140,7 +140,7 @@ def run(context):
             if result.outcome == "pass" and (summary := _summary(name, result.figures)):
                 found[kind][name] = summary
     bare = group_direct.cases(
-        context, "cases_layer", BARE.values(), "", limit_s=LIMIT_S, hoccl=(False, False)
+        context, "cases_layer", BARE.values(), "", {}, limit_s=LIMIT_S, hoccl=(False, False)
     )
     for kind, name in BARE.items():
         if bare[name].outcome == "pass" and (summary := _summary(name, bare[name].figures)):
