@@ -17,12 +17,13 @@
 #include <fstream>
 #include <sstream>
 
+#include "test/e2e/patience.h"
+
 extern char** environ;
 
 namespace e2e {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr useconds_t kPauseUs = 2000;
 constexpr int kMoverSeconds = 5;  // rule 9's bound on tear-down
 constexpr std::size_t kTranscriptBytes = 6000;
@@ -222,11 +223,11 @@ void Job::reap() {
 
 template <typename Done>
 bool Job::poll(int seconds, Done done) {
-  const auto until = Clock::now() + std::chrono::seconds(seconds);
+  Patience patience{std::chrono::seconds(seconds)};
   for (;;) {
     reap();
     if (done()) return true;
-    if (Clock::now() > until) return false;
+    if (patience.over()) return false;
     ::usleep(kPauseUs);
   }
 }

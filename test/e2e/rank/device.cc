@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "test/e2e/patience.h"
 #include "test/e2e/rank/check.h"
 
 namespace e2e {
@@ -87,9 +88,9 @@ bool streamIdle(CUstream stream) {
 }
 
 void awaitStream(CUstream stream, const std::string& what, int timeoutMs) {
-  const auto until = Clock::now() + std::chrono::milliseconds(timeoutMs);
+  Patience patience{std::chrono::milliseconds(timeoutMs)};
   while (!streamIdle(stream)) {
-    REQUIRE(Clock::now() < until, "{}: the stream is still busy after {} ms", what, timeoutMs);
+    REQUIRE(!patience.over(), "{}: the stream is still busy after {} ms", what, timeoutMs);
     ::usleep(kPauseUs);
   }
 }

@@ -9,10 +9,11 @@
 #include <fstream>
 #include <iterator>
 
+#include "test/e2e/patience.h"
+
 namespace e2e {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr useconds_t kPauseUs = 500;
 
 }  // namespace
@@ -51,10 +52,10 @@ void Rank::post(const std::string& event, const std::string& text) const {
 }
 
 std::string Rank::await(const std::string& event, int timeoutMs) const {
-  const auto until = Clock::now() + std::chrono::milliseconds(timeoutMs);
+  Patience patience{std::chrono::milliseconds(timeoutMs)};
   const std::string path = folder + "/" + event;
   while (::access(path.c_str(), F_OK) != 0) {
-    REQUIRE(Clock::now() < until, "'{}' did not come within {} ms", event, timeoutMs);
+    REQUIRE(!patience.over(), "'{}' did not come within {} ms", event, timeoutMs);
     ::usleep(kPauseUs);
   }
   std::ifstream file(path);
@@ -89,21 +90,21 @@ ncclComm_t Rank::communicator(const std::string& name) const {
 }
 
 ncclResult_t awaitReady(ncclComm_t comm, int timeoutMs) {
-  const auto until = Clock::now() + std::chrono::milliseconds(timeoutMs);
+  Patience patience{std::chrono::milliseconds(timeoutMs)};
   for (;;) {
     ncclResult_t state = ncclSuccess;
     REQUIRE_NCCL(nccl().ncclCommGetAsyncError(comm, &state));
-    if (state != ncclInProgress || Clock::now() > until) return state;
+    if (state != ncclInProgress || patience.over()) return state;
     ::usleep(kPauseUs);
   }
 }
 
 ncclResult_t awaitError(ncclComm_t comm, int timeoutMs) {
-  const auto until = Clock::now() + std::chrono::milliseconds(timeoutMs);
+  Patience patience{std::chrono::milliseconds(timeoutMs)};
   for (;;) {
     ncclResult_t state = ncclSuccess;
     REQUIRE_NCCL(nccl().ncclCommGetAsyncError(comm, &state));
-    if (state != ncclSuccess || Clock::now() > until) return state;
+    if (state != ncclSuccess || patience.over()) return state;
     ::usleep(kPauseUs);
   }
 }
