@@ -15,6 +15,7 @@ namespace hoccl::net_plugin {
 
 /// Messages under way on one connection: as many as there may be receives.
 inline constexpr std::size_t kSendRequests = kReceiveSlots;
+static_assert(kSendRequests == VerbsLink::kSends);
 
 class SendEnd final : public SendConnection, private Attended {
  public:
@@ -103,6 +104,9 @@ class SendEnd final : public SendConnection, private Attended {
   [[nodiscard]] TagState* stateOf(int tag);
   [[nodiscard]] TagState* knownState(int tag);
   [[nodiscard]] SendRequest* takeRequest();
+  [[nodiscard]] std::uint32_t numberOf(const SendRequest& request) const {
+    return static_cast<std::uint32_t>(&request - requests_.data());
+  }
   Status progress(bool* gone);
   Status progressLink();
   // Attended.
