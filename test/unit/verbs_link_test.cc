@@ -8,7 +8,9 @@
 
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "test/unit/fake_memory.h"
@@ -39,6 +41,7 @@ struct Channel final : LinkChannel {
     std::vector<std::byte> payload;
   };
   bool tell(std::uint16_t kind, const void* payload, std::size_t bytes) override {
+    if (refuse && refuse(kind)) return false;
     Frame frame;
     frame.header.kind = kind;
     frame.header.bytes = bytes;
@@ -49,12 +52,17 @@ struct Channel final : LinkChannel {
   }
   [[nodiscard]] bool ending() const override { return false; }
   std::deque<Frame> frames;
+  std::function<bool(std::uint16_t kind)> refuse;  ///< no room for such a one now
 };
+
+/// Of the ends that are made next.
+std::uint64_t lastChanceMs = test::kPatienceMs;
 
 struct End {
   explicit End(int host, bool connecting) {
     ground = std::make_shared<VerbsGround>();
     ground->settings.qpsPerPeer = 2;
+    ground->settings.lastChanceMs = lastChanceMs;
     EXPECT_TRUE(openNics(FakeFabric::library(host), ground->settings, &ground->nics));
     link = std::make_unique<VerbsLink>(channel, ground, connecting, kPiece);
   }
@@ -296,7 +304,57 @@ TEST_F(VerbsLinkTest, ARailThatIsCutLeavesTheOther) {
   EXPECT_EQ(sender_->link->set().up(), 2u);
 }
 
+// All queue pairs fail at once and the way is free again: what was under way goes on.
+TEST_F(VerbsLinkTest, AFlapOfAllRailsIsSurvived) {
+  Rng rng(testSeed());
+  for (const int at : {1, 20, 60}) {
+    int steps = 0;
+    bool cut = false, gone = false;
+    run(rng, 60, [&] {
+      cut = ++steps >= at && !gone;
+      if (cut && sender_->link->set().up() == 0 && receiver_->link->set().up() == 0) gone = true;
+      fabric_.atomically([&] {
+        for (auto& device : fabric_.hosts[1]) device->cut = cut && !gone;
+      });
+    });
+    EXPECT_TRUE(gone) << "some queue pair was left";
+    EXPECT_TRUE(test::waitUntil([&] {
+      step();
+      return sender_->link->set().up() == 4 && receiver_->link->set().up() == 4;
+    }));
+    EXPECT_FALSE(sender_->link->set().lastChance() || receiver_->link->set().lastChance());
+  }
+}
+
+// A try that one side gives up before the other has heard of it, or has done its part, is not the
+// last.
+TEST_F(VerbsLinkTest, ATryThatIsGivenUpIsFollowedByAnother) {
+  Rng rng(testSeed());
+  for (const std::uint16_t kind :
+       {verbs_wire::kAgain, verbs_wire::kAnswer, verbs_wire::kAgainGo, verbs_wire::kReport}) {
+    int refused = 0;
+    const auto once = [&](std::uint16_t its) { return its == kind && refused++ == 0; };
+    sender_->channel.refuse = receiver_->channel.refuse = once;
+    fabric_.atomically([&] {
+      fabric_.fate = [first = true](const FakeQp&, const FakeSend&) mutable {
+        return std::exchange(first, false) ? Fate::Lost : Fate::Arrives;
+      };
+    });
+    run(rng, 20);
+    EXPECT_TRUE(test::waitUntil([&] {
+      step();
+      return sender_->link->set().up() == 4 && receiver_->link->set().up() == 4 && refused > 1;
+    })) << "kind "
+        << kind;
+  }
+}
+
 TEST_F(VerbsLinkTest, WithNothingLeftItSaysWhat) {
+  end();
+  lastChanceMs = 200;
+  begin();
+  lastChanceMs = test::kPatienceMs;
+  ASSERT_FALSE(HasFatalFailure());
   fabric_.atomically([&] {
     for (auto& device : fabric_.hosts[0]) device->cut = true;
   });
@@ -308,7 +366,8 @@ TEST_F(VerbsLinkTest, WithNothingLeftItSaysWhat) {
     return !sender_->link->failure();
   }));
   const std::string why = sender_->link->failure().message();
-  for (const char* part : {"left_", "right_", "GID 10.0.", "queue pair 0x", "status 12"}) {
+  for (const char* part : {"left_", "right_", "GID 10.0.", "queue pair 0x", "status 12",
+                           "200 ms (HOCCL_TIMEOUT_MS)"}) {
     EXPECT_NE(why.find(part), std::string::npos) << part << " in: " << why;
   }
   EXPECT_FALSE(sender_->link->written(0));

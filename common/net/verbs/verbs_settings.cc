@@ -65,6 +65,7 @@ Status choice(const Named& named, const char* what, VerbsSettings::Choice* out) 
 
 Status VerbsSettings::fromEnvironment(const Config& config, VerbsSettings* out) {
   VerbsSettings s;
+  s.lastChanceMs = config.timeoutMs;
   if (const Named hca = pick(config.ibHca, "HOCCL_IB_HCA", "NCCL_IB_HCA"); hca.text) {
     s.hcaList = *hca.text;
     s.hcaVariable = hca.variable;

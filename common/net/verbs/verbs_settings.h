@@ -26,6 +26,8 @@ struct VerbsSettings {
   /// within about 1 to 4 s, inside rule 9's bound (NCCL's default, 20, takes half a minute).
   std::uint8_t timeout = 15;
   std::uint8_t retryCount = 7;
+  /// HOCCL_TIMEOUT_MS: with no working queue pair left, new ones are tried for so long.
+  std::uint64_t lastChanceMs = 5000;
   /// Auto: on InfiniBand, off on RoCE, as NCCL has it.
   Choice adaptiveRouting = Choice::Auto;
   std::uint64_t adaptiveThreshold = 8192;  ///< bytes; smaller writes are one packet or two
