@@ -32,7 +32,9 @@ class SendEnd final : public SendConnection, private Attended {
   }
 
   // --- Set-up.
-  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, true); }
+  Status makeLink(const VerbsSettings& settings, const PathExtent& extent) {
+    return end_.makeLink(ground_, settings, extent, true);
+  }
   [[nodiscard]] FrameSink& dataSink() { return refuseData_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
   void startLink() { end_.startLink(); }

@@ -22,14 +22,14 @@ constexpr std::uint64_t roundUp(std::uint64_t value, std::uint64_t to) {
 }  // namespace
 
 VerbsLink::VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground,
-                     bool connecting, std::uint64_t mostPieceBytes)
+                     const VerbsSettings& settings, bool connecting, std::uint64_t mostPieceBytes)
     : channel_(channel),
       ground_(std::move(ground)),
       mostPieceBytes_(mostPieceBytes),
       records_(kSends + kReceiveSlots),
       out_(kSends),
       in_(kReceiveSlots),
-      set_(*this, ground_->settings, connecting) {
+      set_(*this, settings, connecting) {
   queue_.reserve(kSends);
   mores_.reserve(kReceiveSlots);
 }

@@ -38,7 +38,9 @@ class VerbsLink final : private PathUser {
  public:
   static constexpr std::uint64_t kMostPieceBytes = 4 << 20;
 
-  VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground, bool connecting,
+  /// `settings`: those of the ground, but for what is this connection's.
+  VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground,
+            const VerbsSettings& settings, bool connecting,
             std::uint64_t mostPieceBytes = kMostPieceBytes);
   ~VerbsLink() override;
   /// Queue pairs on the first NICs.

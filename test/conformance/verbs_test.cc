@@ -1,11 +1,17 @@
 // The plugin over queue pairs. Runs where there is an RDMA device, as in the guests of the RDMA lab
 // (docs/rdma-lab.md), and is skipped elsewhere; with two guests both sides run it.
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <gtest/gtest.h>
+#include <linux/if_ether.h>
+#include <linux/if_packet.h>
+#include <net/if.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -303,6 +309,83 @@ TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
 
+/// Type of service of a packet that leaves over that interface for soft-RoCE's port; -1: none
+/// comes.
+int serviceOfNextPacket(int socket) {
+  constexpr std::uint16_t kRocePort = 4791;
+  const double start = now();
+  while (now() - start < 5 * patience()) {
+    unsigned char packet[64];
+    const ssize_t got = ::recv(socket, packet, sizeof packet, MSG_DONTWAIT | MSG_TRUNC);
+    if (got < 28 || packet[0] != 0x45 || packet[9] != IPPROTO_UDP) {
+      ::usleep(1000);
+      continue;
+    }
+    if ((packet[22] << 8 | packet[23]) == kRocePort) return packet[1];
+  }
+  return -1;
+}
+
+// ncclConfig.trafficClass: of a connection's packets, those of both ends; a variable is ahead of
+// it; one that there is not is an error of init, or where init does not hear of it, of connect.
+TEST_F(Verbs, TrafficClassOfACommunicator) {
+  for (const int version : {10, 11, 12}) {
+    for (const char* variable : {"", "64"}) {
+      if (!twoNodes()) break;  // to itself soft-RoCE sends no packets
+      ::setenv("NCCL_IB_TC", variable, 1);
+      const Outcome outcome = runPair([&](const Side& side) {
+        if (side.rank() == 0) trafficClass = 104;
+        Session session(version);
+        Net& net = session.net();
+        const int sniffer = ::socket(AF_PACKET, SOCK_DGRAM | SOCK_CLOEXEC, htons(ETH_P_ALL));
+        REQUIRE(sniffer >= 0);
+        sockaddr_ll rail{};
+        rail.sll_family = AF_PACKET;
+        rail.sll_protocol = htons(ETH_P_ALL);
+        rail.sll_ifindex = static_cast<int>(::if_nametoindex("rail0"));
+        REQUIRE(rail.sll_ifindex > 0);
+        void* const comm = session.connectPair(side, 0);
+        REQUIRE(::bind(sniffer, reinterpret_cast<sockaddr*>(&rail), sizeof rail) == 0);
+        Registered memory(net, comm, 100000);
+        side.meet();
+        void* const request =
+            side.rank() == 0
+                ? sendFrom(net, comm, memory.data.data(), memory.data.size(), memory.handle)
+                : receiveInto(net, comm, memory.data.data(), memory.data.size(), memory.handle);
+        finish(net, request);
+        const int is = serviceOfNextPacket(sniffer), wanted = *variable != '\0' ? 64 : 104;
+        REQUIRE_SAYING(is == wanted, "type of service " + std::to_string(is));
+        side.meet();
+      });
+      ::unsetenv("NCCL_IB_TC");
+      EXPECT_TRUE(outcome.ok()) << outcome.text();
+    }
+    const Outcome refused = runAlone([&] {
+      trafficClass = 300;
+      Session session(version, version == 10);
+      Net& net = session.net();
+      void* context = nullptr;
+      if (version == 10) {
+        trafficClass = -1;
+        Handle handle;
+        void* const listener = session.listen(&handle);
+        trafficClass = 300;
+        void* comm = nullptr;
+        takeLog();
+        REQUIRE(net.connect(session.context(), 0, handle.data(), &comm) != ncclSuccess);
+        REQUIRE_OK(net.closeListen(listener));
+      } else {
+        REQUIRE(net.init(&context, sessionLogger()) != ncclSuccess);
+      }
+      const std::string warning = onlyWarning();
+      REQUIRE_SAYING(warning.find("ncclConfig.trafficClass=300") != std::string::npos &&
+                         warning.find("0 to 255") != std::string::npos,
+                     warning);
+    });
+    EXPECT_TRUE(refused.ok()) << refused.text();
+  }
+}
+
 // A NIC of two is cut off in the middle: everything arrives. Then the other one, too: both ends
 // have an error in time.
 TEST_F(Verbs, CutsUnderTraffic) {
@@ -311,6 +394,7 @@ TEST_F(Verbs, CutsUnderTraffic) {
   // Tries for ever with a count of 7.
   ::setenv("HOCCL_IB_RETRY_CNT", "6", 1);
   ::setenv("HOCCL_IB_TIMEOUT", "15", 1);
+  ::setenv("HOCCL_TIMEOUT_MS", "15000", 1);  // with both cut, new queue pairs are tried for so long
   const Outcome outcome = runPair(
       [](const Side& side) {
         constexpr std::size_t kBytes = 500007, kMessages = 12;

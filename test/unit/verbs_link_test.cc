@@ -59,12 +59,13 @@ struct Channel final : LinkChannel {
 std::uint64_t lastChanceMs = test::kPatienceMs;
 
 struct End {
-  explicit End(int host, bool connecting) {
+  explicit End(int host, bool connecting, const VerbsSettings* settings = nullptr) {
     ground = std::make_shared<VerbsGround>();
     ground->settings.qpsPerPeer = 2;
     ground->settings.lastChanceMs = lastChanceMs;
     EXPECT_TRUE(openNics(FakeFabric::library(host), ground->settings, &ground->nics));
-    link = std::make_unique<VerbsLink>(channel, ground, connecting, kPiece);
+    link = std::make_unique<VerbsLink>(channel, ground, settings ? *settings : ground->settings,
+                                       connecting, kPiece);
   }
   /// One step of the thread of the calls, and of the one that mends.
   void step(Channel& from) {
@@ -99,8 +100,8 @@ class VerbsLinkTest : public ::testing::Test {
     }
     begin();
   }
-  void begin() {
-    sender_ = std::make_unique<End>(0, true);
+  void begin(const VerbsSettings* settings = nullptr) {
+    sender_ = std::make_unique<End>(0, true, settings);
     receiver_ = std::make_unique<End>(1, false);
     const PathExtent extent{2, 2};
     ASSERT_TRUE(sender_->link->make(extent));
@@ -249,6 +250,39 @@ TEST_F(VerbsLinkTest, AcknowledgementsThatAreLate) {
   });
   mostBytes_ = 2 * kPiece;  // a piece or two, so that a single acknowledgement decides
   run(rng, 3000);
+}
+
+// As with NCCL, the connecting side's, also behind a failure.
+TEST_F(VerbsLinkTest, BothEndsHaveTheConnectingSidesTrafficClass) {
+  VerbsSettings settings = sender_->ground->settings;
+  ASSERT_TRUE(settings.takeTrafficClass(106, false));
+  settings.serviceLevel = 3;
+  end();
+  begin(&settings);
+  ASSERT_FALSE(HasFatalFailure());
+  const auto expectIt = [&] {
+    for (const auto* end : {sender_.get(), receiver_.get()}) {
+      for (const Path& path : end->link->set().paths()) {
+        ibv_qp_attr has{};
+        ASSERT_TRUE(path.pair.query(&has));
+        EXPECT_EQ(has.ah_attr.grh.traffic_class, 106);
+        EXPECT_EQ(has.ah_attr.sl, 3);
+      }
+    }
+  };
+  expectIt();
+  fabric_.atomically([&] {
+    fabric_.fate = [first = true](const FakeQp&, const FakeSend&) mutable {
+      return std::exchange(first, false) ? Fate::Lost : Fate::Arrives;
+    };
+  });
+  Rng rng(testSeed());
+  run(rng, 20);
+  EXPECT_TRUE(test::waitUntil([&] {
+    step();
+    return sender_->link->set().up() == 4 && receiver_->link->set().up() == 4;
+  }));
+  expectIt();
 }
 
 TEST_F(VerbsLinkTest, WithAdaptiveRouting) {

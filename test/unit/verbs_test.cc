@@ -6,7 +6,9 @@
 #include <sys/resource.h>
 
 #include <cstdlib>
+#include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -175,6 +177,43 @@ TEST(VerbsSettingsTest, UnsetIsMinusOneOrTheSmallestInteger) {
     ASSERT_TRUE(VerbsSettings::fromEnvironment(Config::defaults(), &s)) << unset;
     EXPECT_EQ(s.trafficClass, 0);
     EXPECT_EQ(s.gidIndex, "");
+  }
+}
+
+TEST(VerbsSettingsTest, ACommunicatorsTrafficClassStandsBehindVariables) {
+  VerbsSettings s;
+  for (const int unset : {-1, std::numeric_limits<int>::min()}) {
+    ASSERT_TRUE(s.takeTrafficClass(unset, true));
+    EXPECT_EQ(s.trafficClass, 0);
+    EXPECT_EQ(s.serviceLevel, 0);
+  }
+  ASSERT_TRUE(s.takeTrafficClass(106, false));
+  EXPECT_EQ(s.trafficClass, 106);
+  EXPECT_EQ(s.serviceLevel, 0) << "on Ethernet";
+  ASSERT_TRUE(s.takeTrafficClass(5, true));
+  EXPECT_EQ(s.trafficClass, 5);
+  EXPECT_EQ(s.serviceLevel, 5) << "on InfiniBand, as NCCL has it";
+  Variables variables;
+  variables.set("NCCL_IB_TC", "42");
+  variables.set("NCCL_IB_SL", "2");
+  ASSERT_TRUE(VerbsSettings::fromEnvironment(Config::defaults(), &s));
+  ASSERT_TRUE(s.takeTrafficClass(106, true));
+  EXPECT_EQ(s.trafficClass, 42);
+  EXPECT_EQ(s.serviceLevel, 2);
+}
+
+TEST(VerbsSettingsTest, Rule10AnUnknownTrafficClassOfACommunicator) {
+  VerbsSettings s;
+  for (const auto& [value, infiniBand, allowed] :
+       {std::tuple{256, false, "0 to 255"}, {-2, false, "0 to 255"}, {16, true, "0 to 15"}}) {
+    const Status status = s.takeTrafficClass(value, infiniBand);
+    ASSERT_FALSE(status);
+    for (const std::string& part :
+         {std::to_string(value), std::string("ncclConfig.trafficClass"), std::string(allowed),
+          std::string("HOCCL_IB_TC"), std::string("NCCL_IB_TC")}) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << part << ": " << status.message();
+    }
+    EXPECT_EQ(s.trafficClass, 0);
   }
 }
 
