@@ -23,6 +23,8 @@ Json openCommand(const Setting& setting, const char* kind, int rank) {
           {"gpu", rank},
           {"rank", rank},
           {"ranks", options.ranks},
+          // Those that share a page on which they meet.
+          {"meeting", rank < options.ranksHere() ? options.ranksHere() : 1},
           {"op", factsOf(options.operation).name},
           {"root", options.root},
           {"pattern", static_cast<int>(options.pattern)},
@@ -249,7 +251,8 @@ Status NcclMeasurement::shape(const Shape& shape, SetResult* result) {
     result->paths.steered += steered;
     result->paths.total += steered + after.nccl - before.nccl;
     result->reasons = after.reasons;
-    if ((row.path == "staged" || row.path == "app-copies" || row.path == "direct") && !after.transport.empty())
+    if ((row.path == "staged" || row.path == "app-copies" || row.path == "direct") &&
+        !after.transport.empty())
       row.transport = after.transport;
   }
   result->windows.push_back(window);
