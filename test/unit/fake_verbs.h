@@ -41,7 +41,7 @@ struct FakeDevice : ibv_device {
   std::vector<FakeGid> gids;
   int mostRequests = 16384, mostCompletions = 1 << 20;
   std::uint32_t mostInline = 256;
-  int openError = 0, registerError = 0;
+  int openError = 0, registerError = 0, queueError = 0;
   int dmaBufError = 0;  ///< 0: only a descriptor that is none is refused
   bool cut = false;     ///< nothing leaves or reaches it
   std::uint32_t vendorError = 0x81;
@@ -250,6 +250,8 @@ class FakeFabric {
     return 0;
   }
   static ibv_cq* createCq(ibv_context* context, int entries) {
+    errno = deviceOf(context)->queueError;
+    if (errno != 0) return nullptr;
     auto* cq = new FakeCq{};
     cq->context = context;
     cq->most = static_cast<std::size_t>(entries);
@@ -263,7 +265,8 @@ class FakeFabric {
   }
   static ibv_qp* createQp(ibv_pd* pd, ibv_qp_init_attr* init) {
     FakeDevice& device = *deviceOf(pd->context);
-    errno = EINVAL;
+    errno = device.queueError != 0 ? device.queueError : EINVAL;
+    if (device.queueError != 0) return nullptr;
     if (init->cap.max_inline_data > device.mostInline) return nullptr;
     if (init->cap.max_send_wr > static_cast<std::uint32_t>(device.mostRequests) ||
         init->cap.max_recv_wr > static_cast<std::uint32_t>(device.mostRequests)) {

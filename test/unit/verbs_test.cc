@@ -303,8 +303,11 @@ TEST_F(VerbsNicTest, Rule10AGidIndexOutOfRange) {
 }
 
 TEST_F(VerbsNicTest, Rule10AMemoryLockLimitIsNamed) {
-  fabric_.add(0, "mlx5_0", "10.0.0.1").registerError = ENOMEM;
+  FakeDevice& device = fabric_.add(0, "mlx5_0", "10.0.0.1");
+  device.registerError = ENOMEM;
   ASSERT_TRUE(open());
+  CompletionQueue cq, none;
+  ASSERT_TRUE(CompletionQueue::create(*nics_[0], 64, &cq));
   rlimit before{}, small{};
   ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
   small = before;
@@ -314,7 +317,14 @@ TEST_F(VerbsNicTest, Rule10AMemoryLockLimitIsNamed) {
   std::vector<std::byte> memory(4096);
   const Status status =
       MemoryRegion::create(*nics_[0], settings_, memory.data(), memory.size(), &region);
+  // Some drivers lock the memory of queues.
+  device.queueError = ENOMEM;
+  QueuePair pair;
+  const Status noQueue = CompletionQueue::create(*nics_[0], 64, &none),
+               noPair = QueuePair::create(nics_[0], cq, settings_, {}, &pair);
   ::setrlimit(RLIMIT_MEMLOCK, &before);
+  expectNamed(noQueue, {"mlx5_0:1", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
+  expectNamed(noPair, {"mlx5_0:1", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
   expectNamed(status, {"mlx5_0:1", "4096 bytes", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
 }
 
