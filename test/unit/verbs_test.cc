@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 
 #include <cstdlib>
+#include <functional>
 #include <limits>
 #include <string>
 #include <tuple>
@@ -166,6 +167,46 @@ TEST(VerbsSettingsTest, OwnVariablesAheadOfNccls) {
   EXPECT_EQ(s.qpsPerPeer, 8u);
   EXPECT_EQ(s.hcaList, "^mlx5_0");
   EXPECT_EQ(s.hcaVariable, "HOCCL_IB_HCA");
+}
+
+TEST(VerbsSettingsTest, EveryVariableByItsTwoNames) {
+  const auto text = [](auto value) { return fmt::format("{}", value); };
+  using Choice = VerbsSettings::Choice;
+  const auto word = [](Choice choice) {
+    return choice == Choice::Off ? "0" : choice == Choice::On ? "1" : "2";
+  };
+  const struct {
+    const char *own, *nccl, *ownValue, *ncclValue;
+    std::function<std::string(const VerbsSettings&)> get;
+  } all[] = {
+      {"HOCCL_IB_HCA", "NCCL_IB_HCA", "a", "b", [](const auto& s) { return s.hcaList; }},
+      {"HOCCL_IB_GID_INDEX", "NCCL_IB_GID_INDEX", "4", "5",
+       [](const auto& s) { return s.gidIndex; }},
+      {"HOCCL_IB_TC", "NCCL_IB_TC", "4", "5", [&](const auto& s) { return text(s.trafficClass); }},
+      {"HOCCL_IB_SL", "NCCL_IB_SL", "4", "5", [&](const auto& s) { return text(s.serviceLevel); }},
+      {"HOCCL_IB_PKEY", "NCCL_IB_PKEY", "4", "5", [&](const auto& s) { return text(s.pkeyIndex); }},
+      {"HOCCL_IB_TIMEOUT", "NCCL_IB_TIMEOUT", "14", "15",
+       [&](const auto& s) { return text(s.timeout); }},
+      {"HOCCL_IB_RETRY_CNT", "NCCL_IB_RETRY_CNT", "4", "5",
+       [&](const auto& s) { return text(s.retryCount); }},
+      {"HOCCL_QPS_PER_PEER", "NCCL_IB_QPS_PER_CONNECTION", "5", "6",
+       [&](const auto& s) { return text(s.qpsPerPeer); }},
+      {"HOCCL_IB_ADAPTIVE_ROUTING", "NCCL_IB_ADAPTIVE_ROUTING", "1", "0",
+       [&](const auto& s) { return word(s.adaptiveRouting); }},
+      {"HOCCL_IB_PCI_RELAXED_ORDERING", "NCCL_IB_PCI_RELAXED_ORDERING", "1", "0",
+       [&](const auto& s) { return word(s.relaxedOrdering); }},
+  };
+  for (const auto& each : all) {
+    Variables variables;
+    variables.set(each.nccl, each.ncclValue);
+    Config config = Config::defaults();
+    VerbsSettings s;
+    ASSERT_TRUE(VerbsSettings::fromEnvironment(config, &s)) << each.nccl;
+    EXPECT_EQ(each.get(s), each.ncclValue) << each.nccl;
+    ASSERT_TRUE(config.set(each.own, each.ownValue)) << each.own;
+    ASSERT_TRUE(VerbsSettings::fromEnvironment(config, &s)) << each.own;
+    EXPECT_EQ(each.get(s), each.ownValue) << each.own;
+  }
 }
 
 TEST(VerbsSettingsTest, UnsetIsMinusOneOrTheSmallestInteger) {
