@@ -176,9 +176,13 @@ bool CommSetup::advance() {
         comm_->recvSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->collectiveSendSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->collectiveRecvSequence.assign(static_cast<std::size_t>(comm_->ranks), 0);
+        comm_->passedSends.assign(static_cast<std::size_t>(comm_->ranks), 0);
+        comm_->passedReceives.assign(static_cast<std::size_t>(comm_->ranks), 0);
         comm_->moverIndex = moverIndex_;
         if (added_) {
           comm_->moverGeneration = mover_->segment().communicator(moverIndex_).generation.load();
+          comm_->pairCounts =
+              pairCountsOf(comm_->peerTable.data(), static_cast<std::uint64_t>(comm_->ranks));
         }
         comm_->mover = added_ ? mover_ : nullptr;
         if (!added_) comm_->reason = "this rank has no peer within reach";
@@ -377,7 +381,8 @@ void CommSetup::onMovers() {
   }
   std::string veto;
   if (mover_) {
-    Status status = mover_->addCommunicator(comm_->id, comm_->rank, peers_, &moverIndex_);
+    Status status = mover_->addCommunicator(comm_->id, comm_->rank, peers_, &moverIndex_,
+                                            &comm_->peerTable);
     added_ = status.ok();
     if (!status) {
       logError("rank {}: {}", comm_->rank, status.message());

@@ -26,8 +26,17 @@ ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
   return result;
 }
 
+/// NCCL's part of a group that does happen.
+ncclResult_t endReal(const OpenGroup& open) {
+  publishAll(open.passed);
+  const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+  if (result != ncclSuccess && result != ncclInProgress) takeBackAll(open.passed, true);
+  return result;
+}
+
 ncclResult_t endOutermost(OpenGroup& open) {
   if (open.failed != ncclSuccess) {
+    takeBackAll(open.passed, false);
     // As with NCCL nothing of the group happens. The peers count its operations: the communicators
     // cannot go on.
     for (const PendingOp& op : open.launcher.ops()) {
@@ -36,7 +45,7 @@ ncclResult_t endOutermost(OpenGroup& open) {
     const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
     return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
   }
-  if (open.launcher.empty()) return callReal(realNccl.ncclGroupEnd);
+  if (open.launcher.empty()) return endReal(open);
   SteeredComm& first = *open.launcher.ops().front().comm;
   if (!open.real) {
     // NCCL has nothing in this group.
@@ -46,7 +55,7 @@ ncclResult_t endOutermost(OpenGroup& open) {
   }
   Status status = open.launcher.start();
   if (!status) (void)launchFailed(status);
-  ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+  ncclResult_t result = endReal(open);
   if (!status) return refuse(first, status);
   result = untilLaunched(open.launcher, result);
   if (Status waited = open.launcher.wait(); !waited) return refuse(first, launchFailed(waited));
@@ -93,6 +102,7 @@ ncclResult_t groupEnd() {
   const ErrnoKeeper keeper;
   ncclResult_t result = endOutermost(open);
   open.launcher.clear();
+  open.passed.clear();
   open.real = false;
   open.failed = ncclSuccess;
   if (open.creations.empty()) return result;

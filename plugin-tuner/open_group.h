@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "plugin-tuner/launcher.h"
+#include "plugin-tuner/passed_calls.h"
 
 namespace hoccl {
 
@@ -26,6 +27,7 @@ struct OpenGroup {
   ncclResult_t failed =
       ncclSuccess;  ///< the first call in it that failed: then none of it is launched
   Launcher launcher;
+  std::vector<PassedCall> passed;  ///< its calls that NCCL makes between ranks that steer
   std::vector<Creation> creations;
 };
 /// This thread's.

@@ -42,6 +42,11 @@ Path SteeredCall::choose(Pairs pairs) {
     if (!all) return comm_->steering() ? Path::NcclPair : Path::NcclUnsteered;
     if (!comm_->steering()) return Path::NcclUnsteered;
   }
+  return captured() ? Path::NcclCapture : Path::Staged;
+}
+
+/// Whether a capture records what the stream is given.
+bool SteeredCall::captured() {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   CUresult asked = driver_->cuStreamIsCapturing(stream_, &capture);
   if (asked == CUDA_ERROR_INVALID_CONTEXT && !context_) {  // the thread has none at all
@@ -51,11 +56,31 @@ Path SteeredCall::choose(Pairs pairs) {
   // The legacy stream cannot be asked while another stream is captured; that, too, is a capture.
   // Any other error is this rank's alone, and the launch will report it: passing the call to NCCL
   // would leave the others waiting on the other path.
-  if (asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
-      (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE)) {
-    return Path::NcclCapture;
+  return asked == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
+         (asked == CUDA_SUCCESS && capture != CU_STREAM_CAPTURE_STATUS_NONE);
+}
+
+/// Counts a send or receive that NCCL makes between ranks that steer larger ones. False: it cannot
+/// match what the peer waits in, and has been answered with that.
+bool SteeredCall::passOn(Path path, Pairs pairs) {
+  // Empty ones need no other side; on a communicator that has ended NCCL says what is wrong.
+  if (comm_->ended) return true;
+  if (path != Path::NcclSmall || pairs.kind != Pairs::Kind::Peer || bytes_ == 0) return true;
+  if (!comm_->steering() || pairs.rank < 0 || pairs.rank >= comm_->ranks ||
+      pairs.rank == comm_->rank || !comm_->reachable[static_cast<std::size_t>(pairs.rank)]) {
+    return true;
   }
-  return Path::Staged;
+  if (captured()) {
+    comm_->counts(pairs.rank, pairs.send).captured.store(1, std::memory_order_relaxed);
+    return true;
+  }
+  const PassedCall call{comm_, pairs.rank, pairs.send, bytes_};
+  if (Status status = notePassed(call, open_); !status) {
+    answer(status);
+    return false;
+  }
+  passed_ = call;
+  return true;
 }
 
 /// Whether HOCCL_STRICT makes an error of the call: by kind and size it could have been steered.
@@ -104,6 +129,7 @@ bool SteeredCall::takes(const char* verb, Pairs pairs, ncclDataType_t type, std:
       logError("rank {} of {}: {}", comm_->rank, comm_->ranks, unsteered.message());
       return answer(unsteered);
     }
+    if (!passOn(path, pairs)) return true;
     comm_->count(path, bytes_);
     open_.real = true;
     return false;
@@ -237,8 +263,11 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
         kind == OpKind::Send ? comm_->collectiveSendSequence : comm_->collectiveRecvSequence;
     d.pairSequence = sequences[index]++ | kCollectiveSequence;
   } else {
-    auto& sequences = kind == OpKind::Send ? comm_->sendSequence : comm_->recvSequence;
+    const bool send = kind == OpKind::Send;
+    auto& sequences = send ? comm_->sendSequence : comm_->recvSequence;
     d.pairSequence = sequences[index]++;
+    d.passed = comm_->passed(peer, send);
+    comm_->counts(peer, send).steered.store(sequences[index], std::memory_order_release);
   }
   d.buffer = buffer->ref;
   d.buffer.offset += offset;

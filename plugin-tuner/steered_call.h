@@ -9,6 +9,7 @@
 #include "common/gpu/buffer.h"
 #include "common/gpu/driver.h"
 #include "plugin-tuner/open_group.h"
+#include "plugin-tuner/passed_calls.h"
 #include "plugin-tuner/steered_comm.h"
 
 namespace hoccl {
@@ -16,7 +17,8 @@ namespace hoccl {
 /// The pairs of ranks a call moves data between.
 struct Pairs {
   enum class Kind { Peer, Root, All } kind;
-  int rank = 0;  ///< the peer, or the root
+  int rank = 0;       ///< the peer, or the root
+  bool send = false;  ///< to the peer
 };
 
 /// One intercepted call about data, from the decision where it goes to its launch. Lives in the
@@ -56,9 +58,13 @@ class SteeredCall {
   void add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer, bool collective);
   /// After the last add: counts the call and launches it, in a group with the group's end.
   ncclResult_t launch(std::uint64_t movedBytes);
+  /// Of a call that is not HOCCL's: how it is counted; its communicator is null if it is not.
+  [[nodiscard]] const PassedCall& passed() const { return passed_; }
 
  private:
   Path choose(Pairs pairs);
+  bool captured();
+  bool passOn(Path path, Pairs pairs);
   bool answer(const Status& status);
   Status exportTo(const void* buffer, std::uint64_t bytes, Buffer* out);
   SpanSlot* pinFor(const Buffer& buffer);
@@ -76,6 +82,7 @@ class SteeredCall {
   std::array<StagingPool::Block*, 2> taken_{};  ///< until the launch knows them
   std::array<SpanSlot*, 2> pinned_{};           ///< the same
   bool staged_ = false;
+  PassedCall passed_;
   bool countedOne_ = false;  ///< an operation stands for the call where direct copies are counted
 };
 

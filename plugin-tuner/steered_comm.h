@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "common/base/shared_memory.h"
 #include "common/gpu/stream_waits.h"
 #include "common/runtime/mover_client.h"
+#include "common/runtime/pair_counts.h"
 #include "plugin-tuner/agreement.h"
 
 namespace hoccl {
@@ -79,6 +81,18 @@ struct SteeredComm {
   /// Numbers of the next operation with each peer: sends and receives, and shares in collectives.
   std::vector<std::uint64_t> sendSequence, recvSequence;
   std::vector<std::uint64_t> collectiveSendSequence, collectiveRecvSequence;
+  /// Calls with each peer that were passed on to NCCL, those of groups that are still open as well
+  /// (pair_counts.h).
+  std::vector<std::uint64_t> passedSends, passedReceives;
+  SharedMemory peerTable;
+  PairCounts* pairCounts = nullptr;  ///< by rank, in `peerTable`; set with `mover`
+  [[nodiscard]] PairDirection& counts(int peer, bool send) const {
+    PairCounts& pair = pairCounts[peer];
+    return send ? pair.sends : pair.receives;
+  }
+  [[nodiscard]] std::uint64_t& passed(int peer, bool send) {
+    return (send ? passedSends : passedReceives)[static_cast<std::size_t>(peer)];
+  }
 
   std::mutex setupMutex;
   std::unique_ptr<CommSetup> setup;  ///< while the ranks are agreeing; guarded by setupMutex

@@ -33,6 +33,8 @@ enum class MessageType : std::uint32_t {
   Settled = 8,    ///< the answer to Failed: no copy of that pair that is not announced will be made
   Waiting = 9,    ///< sender to receiver: a send waits for its Ready; answered with Failed if that
                   ///< cannot come any more
+  Stalled = 10,   ///< either way: that send (`slot` 0) or receive (1) has waited for some time for the
+                  ///< other one; its side had passed `length` of the pair on to NCCL before it
 };
 
 enum class FailReason : std::uint32_t {

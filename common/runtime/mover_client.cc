@@ -224,7 +224,8 @@ Status MoverClient::addStaging(std::uint64_t id, const SharedMemory& memory) {
 }
 
 Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
-                                    const std::vector<PeerRecord>& peers, std::uint32_t* index) {
+                                    const std::vector<PeerRecord>& peers, std::uint32_t* index,
+                                    SharedMemory* shared) {
   std::lock_guard lock(control_);
   std::uint32_t free = kMaxCommunicators;
   for (std::uint32_t i = 0; i < kMaxCommunicators && free == kMaxCommunicators; ++i) {
@@ -244,12 +245,14 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
   }
   SharedMemory table;
   HOCCL_RETURN_IF_ERROR(
-      SharedMemory::create("hoccl-peers", peers.size() * sizeof(PeerRecord), &table));
+      SharedMemory::create("hoccl-peers", peerTableBytes(peers.size()), &table));
   std::memcpy(table.data(), peers.data(), peers.size() * sizeof(PeerRecord));
   const AddCommunicator request{kMoverMagic, free, rank, id, peers.size()};
   HOCCL_RETURN_IF_ERROR(ask(&request, sizeof request, table.fd(), timeoutMs_));
   record.state.store(static_cast<std::uint32_t>(CommunicatorState::Open));
   *index = free;
+  table.closeFd();
+  *shared = std::move(table);
   return {};
 }
 

@@ -55,8 +55,9 @@ class MoverClient {
   [[nodiscard]] const Segment& segment() const { return segment_; }
 
   /// Tells the mover of a communicator and gives it an index. The mover knows it when this returns.
+  /// `table` is what the two share of it (pairCountsOf).
   Status addCommunicator(std::uint64_t id, std::int32_t rank, const std::vector<PeerRecord>& peers,
-                         std::uint32_t* index);
+                         std::uint32_t* index, SharedMemory* table);
   /// Ends a communicator: at once (Abort), or when its operations are over (Close). Returns when the
   /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS; a mover that does
   /// not answer by then is killed.

@@ -508,7 +508,7 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   }
   SharedMemory table;
   HOCCL_RETURN_IF_ERROR(
-      SharedMemory::map(std::move((*fds)[0]), request.ranks * sizeof(PeerRecord), &table));
+      SharedMemory::map(std::move((*fds)[0]), peerTableBytes(request.ranks), &table));
   const auto* records = static_cast<const PeerRecord*>(table.data());
   LoopEvent event;
   event.kind = LoopEvent::Kind::CommunicatorAdded;
@@ -538,6 +538,9 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
       neighbour_ = device;
     }
   }
+  table.closeFd();
+  event.communicator->counts = pairCountsOf(table.data(), request.ranks);
+  event.communicator->table = std::move(table);
   post(std::move(event));
   makeDetour();
   return {};

@@ -9,8 +9,10 @@
 #include <string>
 #include <vector>
 
+#include "common/base/shared_memory.h"
 #include "common/gpu/host_registration.h"
 #include "common/net/transport.h"
+#include "common/runtime/pair_counts.h"
 #include "common/runtime/segment.h"
 #include "common/runtime/shared_lanes.h"
 #include "common/runtime/spsc_queue.h"
@@ -31,7 +33,9 @@ struct CommunicatorInfo {
   std::uint32_t index = 0;
   std::uint64_t id = 0;
   std::int32_t rank = 0;
-  std::vector<PeerInfo> peers;  ///< by rank
+  std::vector<PeerInfo> peers;   ///< by rank
+  SharedMemory table;            ///< that the application shares
+  PairCounts* counts = nullptr;  ///< by rank, in `table`
 };
 
 /// Control thread to loop.

@@ -224,6 +224,7 @@ void MoverLoop::rest(bool moved) {
     imports_.describe(import, describeUsers(import));
   }
   imports_.describeHeld(now);
+  if ((pendingOps_ > 0 || untold_) && now >= lookForStallsNs_) tellStalled(now);
   if (imports_.work()) return;
   bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
   for (auto& [peer, link] : links_) copying = copying || link->incoming();
@@ -234,7 +235,7 @@ void MoverLoop::rest(bool moved) {
   }
 
   if (imports_.waitsForPins()) imports_.settled();  // in the next round
-  bool active = imports_.waitsForPins() || pendingOps_ > 0 || !requests_.empty() ||
+  bool active = imports_.waitsForPins() || pendingOps_ > 0 || untold_ || !requests_.empty() ||
                 !dying_.empty() || leaving_ || stopping_;
   for (auto& [peer, link] : links_) {
     active = active || link->active() || link->told().waits() ||
@@ -312,6 +313,9 @@ void MoverLoop::onDescriptor(const OpDescriptor& descriptor) {
         failCommunicator(*communicator, Code::Aborted, "the communicator was aborted");
       }
       closable_.push_back(descriptor.communicator);
+      return;
+    case OpKind::Disagree:
+      if (communicator) onDisagree(*communicator, descriptor);
       return;
     case OpKind::Drop:
     case OpKind::DropIdle:
@@ -555,6 +559,7 @@ void MoverLoop::finishOp(Op* op) {
   } else {
     Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op->descriptor.peer)];
     (op->send() ? pair.sends : pair.receives).finish(op->descriptor.pairSequence);
+    if (op->send() && !op->matched && !op->failed) noteLoneSend(*op);
   }
   finishOutOfSequence(op);
 }

@@ -20,6 +20,20 @@
 
 namespace hoccl {
 
+/// What is known of operations of one pair and direction that wait for the other side.
+struct StallWatch {
+  static constexpr std::uint64_t kNone = ~0ull;
+  std::uint64_t front = kNone;  ///< the first that waited here at the last look
+  std::uint64_t told = kNone;   ///< the last one that the peer has been told of
+  /// The last one the peer has told of that this side has not steered yet.
+  std::uint64_t theirs = kNone, theirPassed = 0, theirBytes = 0;
+};
+
+/// A send that is over, all of its bytes being with the peer, and whose receive has not come yet.
+struct LoneSend {
+  std::uint64_t sequence = 0, passed = 0, bytes = 0;
+};
+
 /// A communicator inside the loop.
 struct Communicator {
   struct Pair {
@@ -28,6 +42,8 @@ struct Communicator {
     bool asked = false;  ///< whether the communicator goes on there
     bool quiet = false;  ///< failed: no direct copy that is not announced will come from there
     std::string why;
+    StallWatch sendWatch, receiveWatch;
+    std::vector<LoneSend> loneSends;  ///< in no order; few, since their bytes lie in the slots
   };
   CommunicatorInfo info;
   std::vector<Pair> pairs;  ///< by rank
@@ -36,7 +52,8 @@ struct Communicator {
   /// were none.
   std::vector<Op*> mirrors;
   CommunicatorRecord* record = nullptr;
-  std::uint32_t pending = 0;  ///< operations
+  std::uint32_t pending = 0;    ///< operations
+  std::uint32_t loneSends = 0;  ///< of all pairs
   std::uint32_t closesAsked = 0;
   bool failed = false;
   FailReason reason{};  ///< why, as its peers are told
@@ -115,6 +132,14 @@ class MoverLoop final : public LinkOwner {
   static void tellPeer(Communicator& communicator, std::size_t rank, Link& link, FailReason reason);
   std::string describePeer(const Communicator& communicator, std::int32_t peer) const;
 
+  // Sends and receives of which one is steered and the other is NCCL's.
+  void tellStalled(std::uint64_t now);
+  bool tellStalled(Communicator& communicator, std::size_t rank, bool send);
+  void noteLoneSend(const Op& op);
+  void receiveCame(Communicator& communicator, const Message& ready);
+  void onStalled(Link& link, const Message& message);
+  void onDisagree(Communicator& communicator, const OpDescriptor& descriptor);
+
   // Direct copies within the node.
   [[nodiscard]] bool inReach(const Op& op) const;
   void offer(Op* op, Message* ready);
@@ -170,6 +195,8 @@ class MoverLoop final : public LinkOwner {
   bool stopped_ = false;
   bool broken_ = false;
   std::uint64_t stopDeadlineNs_ = 0;
+  std::uint64_t lookForStallsNs_ = 0;  ///< when next
+  bool untold_ = false;                ///< a lone send may have to be told: no sleep before
   std::uint64_t lastProgressNs_ = 0;
   std::uint64_t napNs_ = 0;
   std::uint64_t rounds_ = 0;

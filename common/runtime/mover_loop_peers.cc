@@ -18,6 +18,12 @@ namespace {
 /// How long a peer that died is given for copies its driver may still be ending.
 constexpr std::uint64_t kLastBreathNs = 100'000'000;
 
+/// A size for messages; 0: one that was not steered and is not known here.
+std::string describeSize(std::uint64_t bytes) {
+  return bytes > 0 ? fmt::format("{} bytes", bytes)
+                   : "fewer bytes than HOCCL_MIN_BYTES (which NCCL makes)";
+}
+
 }  // namespace
 
 /// Peers that died: takes what they sent before, then ends what they will not send.
@@ -88,11 +94,11 @@ void MoverLoop::mismatch(Communicator& communicator, Link* link, std::int32_t pe
     link->send(message);
   }
   failCommunicator(communicator, Code::InvalidArgument,
-                   fmt::format("{} of {} bytes {} {} met a {} of {} bytes there ({}): the "
-                               "two ranks' counts differ",
-                               send ? "send" : "receive", own, send ? "to" : "from",
-                               describePeer(communicator, peer), send ? "receive" : "send", theirs,
-                               describeSequence(pairSequence)));
+                   fmt::format("{} of {} {} {} met a {} of {} there ({}): the two ranks' counts "
+                               "differ",
+                               send ? "send" : "receive", describeSize(own), send ? "to" : "from",
+                               describePeer(communicator, peer), send ? "receive" : "send",
+                               describeSize(theirs), describeSequence(pairSequence)));
 }
 
 Communicator* MoverLoop::byId(std::uint64_t id) {
@@ -120,6 +126,9 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
       return;
     case MessageType::Waiting:
       answerIfEnded(link, message);
+      return;
+    case MessageType::Stalled:
+      onStalled(link, message);
       return;
     case MessageType::Handle:
       if (link.imports().tell(message)) return;
@@ -190,6 +199,7 @@ void MoverLoop::onReady(Link& link, const Message& message) {
   }
   Communicator::Pair& pair = communicator->pairs[static_cast<std::size_t>(message.destination)];
   PairWindow::Entry* entry = pair.sends.find(message.pairSequence);
+  if (!entry) receiveCame(*communicator, message);
   if (!entry || entry->peerReady) return;  // over already on this side
   entry->peerReady = true;
   entry->peerBytes = message.bytes;
@@ -250,9 +260,9 @@ void MoverLoop::onFailed(Link& link, const Message& message) {
       failCommunicator(
           *communicator, Code::InvalidArgument,
           fmt::format(
-              "{} of {} bytes met a {} of {} bytes by {} ({}): the two ranks' counts differ",
-              message.offset ? "receive" : "send", message.length,
-              message.offset ? "send" : "receive", message.bytes, who,
+              "{} of {} met a {} of {} by {} ({}): the two ranks' counts differ",
+              message.offset ? "receive" : "send", describeSize(message.length),
+              message.offset ? "send" : "receive", describeSize(message.bytes), who,
               describeSequence(message.pairSequence)));
       return;
     case FailReason::Aborted:

@@ -7,11 +7,12 @@
 #include <cstdint>
 
 #include "common/net/transport.h"
+#include "common/runtime/pair_counts.h"
 
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 6;
+inline constexpr std::uint32_t kMoverProtocol = 7;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -41,7 +42,8 @@ struct MoverReply {
   char verbsText[kReplyTextBytes];  ///< to MoverHello: why there is no verbsAddress
 };
 
-/// A communicator to be moved for, with one descriptor: a memfd of `ranks` PeerRecords.
+/// A communicator to be moved for, with one descriptor: a memfd with `ranks` PeerRecords and, behind
+/// them, as many PairCounts, which both keep mapped.
 struct AddCommunicator {
   std::uint64_t magic;
   std::uint32_t index;
@@ -88,6 +90,18 @@ struct PeerRecord {
   char address[kAddressBytes];  ///< with the transport in front: "shm:…", "tcp:…" (TransportSet)
   char host[kHostBytes];
 };
+
+/// The table of an AddCommunicator.
+constexpr std::size_t pairCountsOffset(std::uint64_t ranks) {
+  return (ranks * sizeof(PeerRecord) + sizeof(PairCounts) - 1) / sizeof(PairCounts) *
+         sizeof(PairCounts);
+}
+constexpr std::size_t peerTableBytes(std::uint64_t ranks) {
+  return pairCountsOffset(ranks) + ranks * sizeof(PairCounts);
+}
+inline PairCounts* pairCountsOf(void* table, std::uint64_t ranks) {
+  return reinterpret_cast<PairCounts*>(static_cast<std::byte*>(table) + pairCountsOffset(ranks));
+}
 
 /// Copies text into a fixed field, cut and terminated.
 template <std::size_t N>

@@ -17,7 +17,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 9;
+inline constexpr std::uint32_t kSegmentVersion = 10;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -54,6 +54,10 @@ enum class OpKind : std::uint32_t {
   /// Unmap every span that reaches into [allocationBase, allocationBase + allocationBytes) once no
   /// operation uses it; answered in a DropSlot.
   DropSpans = 10,
+  /// A send (launchSlot 0) or receive (1) with `peer` that was about to be passed on to NCCL, and
+  /// that cannot match what the peer waits in (pair_counts.h): fail the communicator on both sides.
+  /// `pairSequence` and `passed` as if it had been passed on.
+  Disagree = 11,
 };
 
 enum class BufferKind : std::uint32_t {
@@ -92,6 +96,7 @@ struct OpDescriptor {
   /// more.
   std::uint64_t generation;
   std::uint64_t pairSequence;  ///< counts the steered operations of (communicator, peer, direction)
+  std::uint64_t passed;        ///< how many of that pair had been passed on to NCCL before (pair_counts.h)
   BufferRef buffer;
 };
 

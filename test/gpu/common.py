@@ -5,6 +5,7 @@ the rank processes (rank_side.py)."""
 import collections
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -78,9 +79,17 @@ def clean_environment():
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that is free and that no outgoing connection gets before the ranks listen on it."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as f:
+        first_ephemeral = int(f.read().split()[0])
+    while True:
+        port = random.randrange(10000, first_ephemeral)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 def tail(path, lines=40, limit=6000):

@@ -8,7 +8,7 @@ LIMIT_S = 60
 COMPARED = ("losses", "sha256")
 
 
-def _compare(reporter, test, first, second):
+def compare(reporter, test, first, second):
     keys = {k for k in (*first, *second) if k.endswith(COMPARED)}
     if not first or not second or not any(k.endswith("losses") for k in keys):
         reporter.record(test, "error", detail="a run it compares did not finish")
@@ -48,5 +48,5 @@ def run(context):
     for name in APPS:
         first = figures(plain, name)
         again = figures(plain, name + "_again")
-        _compare(context.reporter, name + "_nccl_repeats_itself", first, again)
-        _compare(context.reporter, name + "_hoccl_equals_nccl", first, figures(steered, name))
+        compare(context.reporter, name + "_nccl_repeats_itself", first, again)
+        compare(context.reporter, name + "_hoccl_equals_nccl", first, figures(steered, name))

@@ -34,12 +34,15 @@ def _node(visible):
     return [{"NCCL_HOSTID": NODE, "CUDA_VISIBLE_DEVICES": v} for v in visible]
 
 
-def cases(context, module, names, prefix, env, visible=BOTH_VISIBLE, limit_s=LIMIT_S):
+def cases(
+    context, module, names, prefix, env, visible=BOTH_VISIBLE, limit_s=LIMIT_S, hoccl=(True, True)
+):
     return common.run_cases(
         context,
         module,
         [(name, limit_s) for name in names],
         prefix=prefix,
+        hoccl=hoccl,
         env=env,
         each=_node(visible),
     )

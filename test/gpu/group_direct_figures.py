@@ -1,10 +1,9 @@
-"""direct_figures: rates between two GPUs of one node, against bare peer copies and against NCCL in
-the same run. A figure that misses its goal has the outcome "miss"."""
+"""direct_figures: rates between two GPUs of one node, against bare copies and against NCCL in the
+same run. A figure that misses its goal has the outcome "miss"."""
 
 import json
 import os
 import subprocess
-import sys
 import time
 
 import common
@@ -13,11 +12,11 @@ import procs
 from common import GIB, KIB, MIB
 
 BENCH_LIMIT_S = 120
-COPIES_LIMIT_S = 90
 CTAS = ("1", "2", "4", "8")
-# Goals: of the bare copies from 256 MiB on, at 64 MiB; GB/s at 2 MiB; us at 256 KiB; GB/s of
+# Goals: of the bare copies from 256 MiB on, at 64 MiB; of those through the host without P2P; GB/s at 2 MiB; us at 256 KiB; GB/s of
 # algorithm bandwidth of the collectives at 1 GiB.
 OF_BARE = {64 * MIB: 0.95, 256 * MIB: 0.98, GIB: 0.98}
+OF_BARE_HOST = 0.95
 RATE_2MIB_GBS, TIME_256KIB_US = 120.0, 14.0
 COLLECTIVE_GBS = 760.0
 LAUNCH_US = 2.5
@@ -78,41 +77,19 @@ def _bench(context, test, operation, smallest, largest, more=(), env=None):
     return rows
 
 
-def _bare(context, sizes):
-    log, began = context.path("copies.log"), time.monotonic()
-    script = os.path.join(common.HERE, "peer_copies.py")
-    status = _run(
-        context,
-        [sys.executable, script, *map(str, sizes)],
-        log,
-        common.clean_environment(),
-        COPIES_LIMIT_S,
-    )
-    lines = common.tail(log).splitlines()
-    found = json.loads(lines[-1]) if status == 0 and lines else {}
-    context.reporter.record(
-        "bare_peer_copies",
-        "pass" if found else "error",
-        time.monotonic() - began,
-        "" if found else f"status {status}\n" + common.tail(log),
-        found,
-    )
-    return found
-
-
-def _row(rows, impl, size, in_place=None):
+def _row(rows, impl, size, **more):
     for r in rows:
-        if r["impl"] == impl and r["bytes"] == size and in_place in (None, r["in_place"]):
+        if r["impl"] == impl and r["bytes"] == size and all(r[k] == v for k, v in more.items()):
             return r
     return None
 
 
-def _goal(context, test, row, value, limit, at_least, unit, more=None):
+def _goal(context, test, row, value, limit, at_least, unit, more=None, path="direct"):
     if row is None or value is None:
         context.reporter.record(test, "error", detail="not measured")
         return
-    if row["path"] != "direct":
-        context.reporter.record(test, "fail", detail=f"took the path {row['path']}, not direct")
+    if row["path"] != path:
+        context.reporter.record(test, "fail", detail=f"took the path {row['path']}, not {path}")
         return
     met = value >= limit if at_least else value <= limit
     missed = f"{value} {unit}, goal {'at least' if at_least else 'at most'} {limit}"
@@ -124,10 +101,22 @@ def _goal(context, test, row, value, limit, at_least, unit, more=None):
     )
 
 
+def _of_bare(context, test, rows, size, goal, path="direct"):
+    row, bare = _row(rows, "hoccl", size), _row(rows, "bare", size, path="steady")
+    _goal(
+        context,
+        test,
+        row,
+        row and bare and bare["time_us"] / row["time_us"],
+        goal,
+        True,
+        "of the bare copies",
+        {"hoccl_us": row and row["time_us"], "bare_us": bare and bare["time_us"]},
+        path,
+    )
+
+
 def _sendrecv(context, largest):
-    sizes = [64 * KIB, 256 * KIB, MIB, 2 * MIB, 4 * MIB, 16 * MIB]
-    sizes += [s for s in OF_BARE if s <= largest]
-    bare = _bare(context, sizes)
     for pattern in ("oneway", "bidir"):
         rows = _bench(
             context,
@@ -135,7 +124,7 @@ def _sendrecv(context, largest):
             "sendrecv",
             64 * KIB,
             largest,
-            ("--pattern", pattern, "--compare", "nccl"),
+            ("--pattern", pattern, "--compare", "nccl,bare"),
         )
         rows += _bench(
             context,
@@ -146,18 +135,7 @@ def _sendrecv(context, largest):
             ("--pattern", pattern),
         )
         for size in [s for s in OF_BARE if s <= largest]:
-            row, copies = _row(rows, "hoccl", size), bare.get(pattern, {}).get(str(size))
-            share = copies / row["time_us"] if row and copies else None
-            _goal(
-                context,
-                f"{pattern}_of_bare_{_size(size)}",
-                row,
-                share,
-                OF_BARE[size],
-                True,
-                "of the bare peer copies",
-                {"hoccl_us": row and row["time_us"], "bare_us": copies},
-            )
+            _of_bare(context, f"{pattern}_of_bare_{_size(size)}", rows, size, OF_BARE[size])
         if pattern == "bidir":
             continue
         row = _row(rows, "hoccl", 2 * MIB)
@@ -178,7 +156,9 @@ def run(context):
         rows = _bench(
             context, f"bench_{operation}", operation, 64 * MIB, largest, ("--compare", "nccl")
         )
-        row, other = _row(rows, "hoccl", largest, in_place), _row(rows, "nccl", largest, in_place)
+        row, other = (
+            _row(rows, impl, largest, in_place=in_place) for impl in ("hoccl", "nccl")
+        )
         if context.quick:
             continue
         _goal(
@@ -201,12 +181,14 @@ def run(context):
             ("--impl", "nccl", "-f", "16"),
             {"NCCL_MIN_CTAS": ctas, "NCCL_MAX_CTAS": ctas},
         )
-    _bench(
+    rows = _bench(
         context,
         "bench_without_p2p",
         "sendrecv",
         128 * MIB,
-        largest if largest > 128 * MIB else 128 * MIB,
+        max(largest, 128 * MIB),
         ("--pattern", "oneway", "--compare", "nccl,bare"),
         {"HOCCL_P2P": "0", "NCCL_P2P_DISABLE": "1"},
     )
+    for size in sorted({r["bytes"] for r in rows}) or [128 * MIB]:
+        _of_bare(context, f"without_p2p_of_bare_{_size(size)}", rows, size, OF_BARE_HOST, "staged")

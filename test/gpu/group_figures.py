@@ -242,7 +242,7 @@ def _cpu_and_latency(context):
     )
 
 
-def _bootstrap(values):
+def bootstrap(values):
     """95% confidence interval of the median."""
     source = random.Random(1)
     medians = sorted(
@@ -265,7 +265,7 @@ def _gemm(context):
         False,
         "%",
         more={
-            "confidence_95": _bootstrap(slow),
+            "confidence_95": bootstrap(slow),
             "pairs": len(slow),
             "alone_ms": round(statistics.median(got["alone_ms"]), 4),
             "beside_ms": round(statistics.median(got["beside_ms"]), 4),
@@ -342,7 +342,7 @@ def _start_up(context):
         "ms",
         time.monotonic() - began,
         more={
-            "confidence_95": _bootstrap(added),
+            "confidence_95": bootstrap(added),
             "pairs": len(pairs),
             "plain_ms": round(statistics.median(a for a, _ in pairs), 4),
         },

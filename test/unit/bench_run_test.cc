@@ -188,6 +188,17 @@ TEST_F(BenchRun, ARankOnAnotherHost) {
   ::waitpid(server, nullptr, 0);
 }
 
+TEST_F(BenchRun, BareCopiesOfOneNodeGoFromGpuToGpu) {
+  start({"-b", "1M", "-e", "1M", "-n", "2", "--batches", "2", "-g", "2", "--pattern", "bidir",
+         "--same-node", "--compare", "bare", "--json", jsonFile()});
+  ASSERT_EQ(wait(), 0) << out() << err();
+  EXPECT_NE(out().find("one process a rank: from GPU to GPU"), std::string::npos) << out();
+  ASSERT_EQ(rows().size(), 3u);
+  EXPECT_EQ(rows()[0]["path"], "direct");
+  // 1 MiB takes 2.6 us at the modelled 397 GB/s, through the host 19.
+  EXPECT_LT(rows()[1]["time_us"].get<double>(), 15);
+}
+
 TEST_F(BenchRun, WrongBytesAreCountedAndFail) {
   // A stand-in that moves nothing leaves the poison in the receive buffer.
   start({"--impl", "nccl", "-b", "1000", "-e", "1000", "-n", "1", "--json", jsonFile()},

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -153,8 +154,8 @@ class TestMover {
     segment.communicator(index).closes.store(0);
     SharedMemory table;
     HOCCL_RETURN_IF_ERROR(
-        SharedMemory::create("hoccl-peers", peers.size() * sizeof(PeerRecord), &table));
-    std::memcpy(table.data(), peers.data(), table.size());
+        SharedMemory::create("hoccl-peers", peerTableBytes(peers.size()), &table));
+    std::memcpy(table.data(), peers.data(), peers.size() * sizeof(PeerRecord));
     const AddCommunicator request{kMoverMagic, index, rank, id, peers.size()};
     const int fd = table.fd();
     MoverReply reply{};
@@ -165,6 +166,8 @@ class TestMover {
     HOCCL_RETURN_IF_ERROR(
         recvWithFdsWithin(application_.get(), &reply, sizeof reply, &bytes, &none, kPatienceMs));
     if (bytes != sizeof reply || !reply.ok) return Status::error(Code::System, getText(reply.text));
+    counts[index] = pairCountsOf(table.data(), peers.size());
+    tables_.push_back(std::move(table));
     return {};
   }
 
@@ -253,6 +256,7 @@ class TestMover {
   CopyEngines engines;
   Segment segment;
   std::atomic<std::uint64_t> allocations{0};
+  std::map<std::uint32_t, PairCounts*> counts;  ///< by communicator, then by rank
 
  private:
   static void check(const Status& status) {
@@ -282,6 +286,7 @@ class TestMover {
   }
 
   SharedMemory memory_;
+  std::vector<SharedMemory> tables_;
   HostRegistration registration_;  ///< as constructed, it maps every address to itself
   UniqueFd loopEvent_, controlEvent_, application_, moverEnd_;
   MoverQueues queues_;

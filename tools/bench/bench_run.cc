@@ -86,6 +86,7 @@ class BenchRun {
   Status probe(const std::string& libraryPath, DeviceInfo* device);
   Status chooseDevice();
   RankSetPlan plan(const std::string& impl);
+  [[nodiscard]] bool directPairs() const;
   void printHeader();
   Status measure(const std::string& impl, SetResult* result);
   Status lookAtTransport();
@@ -193,6 +194,16 @@ RankSetPlan BenchRun::plan(const std::string& impl) {
   return plan;
 }
 
+/// Whether each rank has a GPU of its own on the ranks' common node, and HOCCL copies between them.
+bool BenchRun::directPairs() const {
+  int gpus = setting_.device.count;
+  if (setting_.device.emulated) {
+    const char* devices = std::getenv("EMUCUDA_DEVICES");
+    gpus = devices ? std::atoi(devices) : setting_.options.ranks;
+  }
+  return setting_.options.sameNode && config_.p2p != 0 && gpus >= setting_.options.ranks;
+}
+
 void BenchRun::printHeader() {
   const Options& options = setting_.options;
   const DeviceInfo& device = setting_.device;
@@ -239,7 +250,9 @@ Status BenchRun::measure(const std::string& impl, SetResult* result) {
   progress_.clear();
   std::string about;
   if (impl == "bare") {
-    about = "the copies alone, one process a rank: GPU to pinned host, pinned host to GPU";
+    about = setting_.directPairs
+                ? "the copies alone, one process a rank: from GPU to GPU"
+                : "the copies alone, one process a rank: GPU to pinned host, pinned host to GPU";
   } else {
     header_.nccl = ncclVersionText(result->ncclVersion);
     about = fmt::format("NCCL {} from {}", header_.nccl, result->ncclFile);
@@ -347,6 +360,7 @@ int BenchRun::run(const CommandLine& line) {
   header_.cudaVersion = setting_.device.cudaVersion;
   header_.emulated = setting_.device.emulated;
   header_.dilation = setting_.device.dilation;
+  setting_.directPairs = directPairs();
   printHeader();
 
   SetResult main, nccl, bare;

@@ -327,6 +327,7 @@ Status measureBareSet(const Setting& setting, RankSet* set,
     std::vector<Json> commands, answers;
     for (int rank = 0; rank < set->size(); ++rank)
       commands.push_back(openCommand(setting, "bare", rank));
+    for (Json& command : commands) command["betweenGpus"] = setting.directPairs;
     HOCCL_RETURN_IF_ERROR(set->ask("opening the GPU", commands, &answers));
     const auto ranks = static_cast<std::size_t>(set->size());
     for (const Shape& shape : shapesOf(options)) {

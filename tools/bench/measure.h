@@ -20,6 +20,7 @@ struct Setting {
   Options options;
   DeviceInfo device;
   std::string ncclLibrary;
+  bool directPairs = false;  ///< the ranks' GPUs reach each other, and HOCCL copies between them
   /// Roughly how long one size of one set may take where the iterations are not fixed.
   double budgetNs = 2e9;
   /// Called with what is being done now.

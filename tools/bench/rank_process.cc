@@ -94,7 +94,7 @@ class RankProcess {
     HOCCL_RETURN_IF_ERROR(operationOf(command, &operation));
     if (kind == "bare") {
       copies_ = std::make_unique<BareCopies>(&device_, start, operation, command.at("rank"),
-                                             command.at("timeoutMs"));
+                                             command.at("betweenGpus"), command.at("timeoutMs"));
       stage("allocating the copies' buffers");
       return copies_->allocate(command.at("maxBytes"));
     }

@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
         &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
         &kEarlyEndScenarios, &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
-        &kDirectScenarios}) {
+        &kDirectScenarios, &kThresholdScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

@@ -64,6 +64,7 @@ struct Scenario {
 extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
-    kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios;
+    kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios,
+    kThresholdScenarios;
 
 }  // namespace e2e

@@ -10,35 +10,47 @@ namespace e2e {
 namespace {
 
 constexpr std::size_t kFewBytes = 200003;
+constexpr std::size_t kSmallBytes = 1003;  // NCCL's
 constexpr std::uint64_t kWarm = 40, kWatched = 200;
 
-/// Sends and receives of `bytes`, single and in groups; only the calls themselves are watched.
-/// Destroys `control`.
+/// Sends and receives of `bytes`, and such as are left to NCCL, single and in groups; only the
+/// calls themselves are watched. Destroys `control`.
 void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t control, bool watched) {
   useDevice();
   const bool systemCalls = watched && CallWatch::watchSystemCalls();
   CUstream stream = newStream(), second = newStream();
   const int peer = 1 - rank.rank;
-  Buffer out(bytes, 1), in(bytes, 3);
+  Buffer out(bytes, 1), in(bytes, 3), smallOut(kSmallBytes, 1), smallIn(kSmallBytes, 1);
+  const auto send = [&](const Buffer& buffer) {
+    return nccl().ncclSend(buffer.data(), buffer.bytes(), ncclUint8, peer, comm, stream);
+  };
+  const auto receive = [&](const Buffer& buffer) {
+    return nccl().ncclRecv(buffer.data(), buffer.bytes(), ncclUint8, peer, comm, second);
+  };
   CallWatch::Counts sum;
   for (std::uint64_t n = 0; n < kWarm + kWatched; ++n) {
     const bool grouped = n % 2 == 0;
     out.fill(seedOf(rank.rank, n), stream);
     in.poison(second);
+    smallOut.fill(seedOf(rank.rank, n, 1), stream);
+    smallIn.poison(second);
     awaitStream(stream, "prepared");
     awaitStream(second, "prepared");
     if (watched) CallWatch::start();
-    ncclResult_t results[4] = {};
+    ncclResult_t results[6] = {};
     if (grouped) results[0] = nccl().ncclGroupStart();
     // Where there is no group one side sends first, the other receives first.
     if (rank.rank == 0) {
-      results[1] = nccl().ncclSend(out.data(), bytes, ncclUint8, peer, comm, stream);
+      results[1] = send(out);
+      results[2] = send(smallOut);
     }
-    results[2] = nccl().ncclRecv(in.data(), bytes, ncclUint8, peer, comm, second);
+    results[3] = receive(in);
+    results[4] = receive(smallIn);
     if (rank.rank == 1) {
-      results[1] = nccl().ncclSend(out.data(), bytes, ncclUint8, peer, comm, stream);
+      results[1] = send(out);
+      results[2] = send(smallOut);
     }
-    if (grouped) results[3] = nccl().ncclGroupEnd();
+    if (grouped) results[5] = nccl().ncclGroupEnd();
     const CallWatch::Counts counts = CallWatch::stop();
     for (ncclResult_t result : results) REQUIRE_NCCL(result);
     if (n >= kWarm) {
@@ -49,9 +61,11 @@ void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t contr
       if (sum.firstSystemCall < 0) sum.firstSystemCall = counts.firstSystemCall;
     }
     in.fetch(second);
+    smallIn.fetch(second);
     awaitStream(second, "watched");
     awaitStream(stream, "watched");
     in.requirePattern(seedOf(peer, n), "watched");
+    smallIn.requirePattern(seedOf(peer, n, 1), "watched");
   }
   // The same watch over what does allocate, lock and enter the kernel.
   if (watched) CallWatch::start();
