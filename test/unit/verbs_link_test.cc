@@ -216,7 +216,8 @@ class VerbsLinkTest : public ::testing::Test {
     expectUntouched(slot);
   }
   void expectUntouched(std::uint32_t slot) {
-    EXPECT_TRUE(std::all_of(into_[slot].begin(), into_[slot].end(), [](std::byte byte) {
+    const auto behind = static_cast<std::ptrdiff_t>(std::min(kRoom, mostBytes_ + kPiece));
+    EXPECT_TRUE(std::all_of(into_[slot].begin(), into_[slot].begin() + behind, [](std::byte byte) {
       return byte == kPoison;
     })) << "a write beside the message, or after its receive was over";
   }
@@ -249,7 +250,7 @@ TEST_F(VerbsLinkTest, AcknowledgementsThatAreLate) {
     };
   });
   mostBytes_ = 2 * kPiece;  // a piece or two, so that a single acknowledgement decides
-  for (int round = 0; round < 4; ++round) run(rng, 700);
+  for (int round = 0; round < 4; ++round) run(rng, 500);
 }
 
 // As with NCCL, the connecting side's, also behind a failure.
@@ -318,7 +319,7 @@ TEST_F(VerbsLinkTest, AnyFailuresInAnyOrder) {
       };
     });
     std::size_t fewest = 4;
-    run(rng, 120, [&] { fewest = std::min(fewest, sender_->link->set().up()); });
+    run(rng, 50, [&] { fewest = std::min(fewest, sender_->link->set().up()); });
     EXPECT_LT(fewest, 4u) << "nothing failed";
     fabric_.atomically([&] { fabric_.fate = nullptr; });
     EXPECT_TRUE(test::waitUntil([&] {
