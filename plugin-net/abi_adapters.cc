@@ -143,13 +143,14 @@ Result listenIn(Context* context, int device, void* handle, void** listenComm) {
   });
 }
 
-Result connectIn(Context* context, int device, void* handle, void** sendComm,
+Result connectIn(Context* context, int device, void* handle, int trafficClass, void** sendComm,
                  DeviceHandle** deviceHandle) {
   return guarded("connect", false, [&]() -> Status {
     if (handle == nullptr || sendComm == nullptr) return missing("the handle or the result");
     *sendComm = nullptr;
     SendConnection* connection = nullptr;
-    if (Status status = connect(context, device, handle, &connection); !status) return status;
+    if (Status status = connect(context, device, handle, trafficClass, &connection); !status)
+      return status;
     if (connection != nullptr && deviceHandle != nullptr) *deviceHandle = nullptr;
     *sendComm = static_cast<Connection*>(connection);
     return {};
@@ -324,22 +325,27 @@ Result closeListener(void* comm) {
 
 // --- Versions that have no context.
 
+constexpr int kUnset = -1;  // traffic class
+int trafficClassOf(const CommConfig* config) {
+  return config != nullptr ? config->trafficClass : kUnset;
+}
+
 template <int kVersion>
 Result initAlone(Logger log) {
-  return initVersion(kVersion, log, -1, nullptr);
+  return initVersion(kVersion, log, kUnset, nullptr);
 }
 Result initV10(Logger log, ProfilerCallback /*profiler*/) {
-  return initVersion(10, log, -1, nullptr);
+  return initVersion(10, log, kUnset, nullptr);
 }
 Result listenAlone(int device, void* handle, void** listenComm) {
   return listenIn(nullptr, device, handle, listenComm);
 }
 Result connectAlone(int device, void* handle, void** sendComm, DeviceHandle** deviceHandle) {
-  return connectIn(nullptr, device, handle, sendComm, deviceHandle);
+  return connectIn(nullptr, device, handle, kUnset, sendComm, deviceHandle);
 }
-Result connectV10(int device, CommConfig* /*config*/, void* handle, void** sendComm,
+Result connectV10(int device, CommConfig* config, void* handle, void** sendComm,
                   DeviceHandle** deviceHandle) {
-  return connectIn(nullptr, device, handle, sendComm, deviceHandle);
+  return connectIn(nullptr, device, handle, trafficClassOf(config), sendComm, deviceHandle);
 }
 
 // --- Sizes of messages: int in version 8, with profiler handles from 10 on.
@@ -379,8 +385,8 @@ template <int kVersion>
 Result initWithContext(void** context, std::uint64_t /*commId*/, CommConfig* config, Logger log,
                        ProfilerCallback /*profiler*/) {
   Context* made = nullptr;
-  const Result result = initVersion(kVersion, log, config != nullptr ? config->trafficClass : -1,
-                                    context != nullptr ? &made : nullptr);
+  const Result result =
+      initVersion(kVersion, log, trafficClassOf(config), context != nullptr ? &made : nullptr);
   if (context != nullptr) *context = made;
   return result;
 }
@@ -389,7 +395,7 @@ Result listenWithContext(void* context, int device, void* handle, void** listenC
 }
 Result connectWithContext(void* context, int device, void* handle, void** sendComm,
                           DeviceHandle** deviceHandle) {
-  return connectIn(static_cast<Context*>(context), device, handle, sendComm, deviceHandle);
+  return connectIn(static_cast<Context*>(context), device, handle, kUnset, sendComm, deviceHandle);
 }
 Result finalize(void* context) {
   return guarded("finalize", false, [&]() -> Status {

@@ -119,6 +119,11 @@ std::string textOf(const DeviceList& devices) {
   return text;
 }
 
+bool isInfiniBand(const Device& device) {
+  return device.ground != nullptr &&
+         device.ground->nics[0]->address().linkLayer == IBV_LINK_LAYER_INFINIBAND;
+}
+
 bool sameDevices(const DeviceList& a, const DeviceList& b) {
   const auto own = [](const DeviceList& list) {
     return std::find_if(list.begin(), list.end(),

@@ -21,6 +21,8 @@ Status findDevices(const Config& config, DeviceList* out, std::string* remark);
 
 /// "eth0 (10.0.0.1), ib0 (10.1.0.1)".
 std::string textOf(const DeviceList& devices);
+/// Of RDMA NICs: whether they are on InfiniBand.
+[[nodiscard]] bool isInfiniBand(const Device& device);
 /// Whether NCCL sees the same in both, at the same addresses; but for those made of several.
 [[nodiscard]] bool sameDevices(const DeviceList& a, const DeviceList& b);
 

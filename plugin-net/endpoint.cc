@@ -20,10 +20,10 @@ struct Discard final : FrameSink {
 
 }  // namespace
 
-Status Endpoint::makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
-                          bool connecting) {
+Status Endpoint::makeLink(std::shared_ptr<const VerbsGround> ground, const VerbsSettings& settings,
+                          const PathExtent& extent, bool connecting) {
   LinkChannel& channel = *this;
-  auto link = std::make_unique<VerbsLink>(channel, std::move(ground), connecting);
+  auto link = std::make_unique<VerbsLink>(channel, std::move(ground), settings, connecting);
   if (Status status = link->make(extent); !status) return status;
   link_ = std::move(link);
   return {};

@@ -25,8 +25,8 @@ class Endpoint final : private LinkChannel {
   ~Endpoint() override { shut(false); }
 
   /// Before the sockets.
-  Status makeLink(std::shared_ptr<const VerbsGround> ground, const PathExtent& extent,
-                  bool connecting);
+  Status makeLink(std::shared_ptr<const VerbsGround> ground, const VerbsSettings& settings,
+                  const PathExtent& extent, bool connecting);
   /// Null: everything goes over the sockets.
   [[nodiscard]] VerbsLink* link() { return link_.get(); }
   [[nodiscard]] const VerbsLink* link() const { return link_.get(); }

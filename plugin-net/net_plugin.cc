@@ -22,7 +22,12 @@
 
 namespace hoccl::net_plugin {
 
-class Context {};  // what is open in it is kept by its address
+/// What is open in it is kept by its address.
+class Context {
+ public:
+  explicit Context(int trafficClass) : trafficClass(trafficClass) {}
+  const int trafficClass;
+};
 
 namespace {
 
@@ -182,8 +187,7 @@ Status deviceIn(const Process& all, int index, const Device** out) {
 
 }  // namespace
 
-Status initialise(int abiVersion, nccl_abi::Logger logger, int /*trafficClass*/,
-                  Context** context) {
+Status initialise(int abiVersion, nccl_abi::Logger logger, int trafficClass, Context** context) {
   if (logger != nullptr) {
     ncclLogger.store(logger, std::memory_order_release);
     setLogHandler(logToNccl);
@@ -193,11 +197,15 @@ Status initialise(int abiVersion, nccl_abi::Logger logger, int /*trafficClass*/,
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (Status status = chooseDevices(abiVersion, config, all); !status) return status;
+    if (const Device& first = all.devices().front(); first.ground) {
+      VerbsSettings settings = first.ground->settings;
+      if (Status s = settings.takeTrafficClass(trafficClass, isInfiniBand(first)); !s) return s;
+    }
   }
   DeviceMemory::ofThisProcess().prepare(abiVersion, config);  // may take a second: without the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (context != nullptr) {
-    *context = all.contexts.emplace_back(std::make_unique<Context>()).get();
+    *context = all.contexts.emplace_back(std::make_unique<Context>(trafficClass)).get();
   }
   return {};
 }
@@ -265,7 +273,8 @@ Status listen(Context* context, int device, void* handle, Listener** out) {
   return {};
 }
 
-Status connect(Context* context, int device, const void* handle, SendConnection** out) {
+Status connect(Context* context, int device, const void* handle, int trafficClass,
+               SendConnection** out) {
   Process& all = process();
   const std::lock_guard<std::mutex> lock(all.mutex);
   const std::uint64_t now = monotonicNs();
@@ -281,6 +290,7 @@ Status connect(Context* context, int device, const void* handle, SendConnection*
     made.device = device;
     std::memcpy(made.handle.data(), handle, made.handle.size());
     if (Status status = Connecting::begin(*from, handle, optionsFor(all, *from), all.inlineBytes,
+                                          context != nullptr ? context->trafficClass : trafficClass,
                                           &made.connecting);
         !status) {
       return status;

@@ -98,7 +98,8 @@ struct Request {
 };
 
 /// Finds the interfaces and takes over NCCL's logger; the first time it says so in one line.
-/// `trafficClass` is NCCL's -1 where unset. `context`, where it is not null, gets a new one.
+/// `trafficClass`: of connections of that context; -1 or the smallest integer: unset. `context`,
+/// where it is not null, gets a new one.
 Status initialise(int abiVersion, nccl_abi::Logger logger, int trafficClass, Context** context);
 /// Ends the context and everything still open in it.
 void finalise(Context* context);
@@ -113,8 +114,10 @@ Status makeVirtualDevice(std::span<const int> members, int* out);
 
 /// Fills the 128 bytes of `handle`, which NCCL takes to the peer.
 Status listen(Context* context, int device, void* handle, Listener** out);
-/// Called again with the same handle (in the same place) until `out` is not null.
-Status connect(Context* context, int device, const void* handle, SendConnection** out);
+/// Called again with the same handle (in the same place) until `out` is not null. `trafficClass`:
+/// as in `initialise`; without a context.
+Status connect(Context* context, int device, const void* handle, int trafficClass,
+               SendConnection** out);
 /// Called again until `out` is not null.
 Status accept(Listener* listener, ReceiveConnection** out);
 

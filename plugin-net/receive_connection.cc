@@ -5,26 +5,12 @@
 #include <algorithm>
 #include <climits>
 #include <cstdlib>
-#include <cstring>
-#include <optional>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "common/base/time.h"
 
 namespace hoccl::net_plugin {
-namespace {
-
-/// After so many small messages in a row into receives that were named for nothing, a tag's
-/// receives are no longer named unasked.
-constexpr unsigned kWastedNames = 8;
-/// Small messages are given back in bundles of so many.
-constexpr std::uint64_t kCreditBatch = kEagerWindow / 2;
-/// A loopback queue pair that is full has room again in microseconds.
-constexpr std::uint64_t kFlushRoomNs = 1'000'000'000;
-
-}  // namespace
 
 ReceiveEnd::ReceiveEnd(std::string peer, std::shared_ptr<const VerbsGround> ground)
     : ground_(std::move(ground)),
@@ -48,112 +34,6 @@ ReceiveEnd::~ReceiveEnd() {
   // What has arrived may not have been acknowledged when the queue pairs go.
   if (end_.link() != nullptr && end_.bundle() != nullptr) end_.link()->sayBye();
 }
-
-Status ReceiveEnd::progressLink() {
-  VerbsLink* const link = end_.link();
-  if (link == nullptr || !end_.failure()) return end_.failure();
-  link->progress();
-  if (loopback_) {
-    if (Status status = progressLoopback(); !status) return status;
-  }
-  Control control;
-  for (std::uint32_t slot = 0; link->takeMore(&slot, &control.limit);) {
-    control.tag = slots_[slot].tag->tag;
-    control.index = slots_[slot].index;
-    control.place = {slot, slots_[slot].turn};
-    end_.say(Kind::More, control);
-  }
-  return link->failure();
-}
-
-Status ReceiveEnd::progressLoopback() {
-  if (Status status = loopback_->progress(); !status) return status;
-  for (std::size_t i = 0; i < looping_.size();) {
-    Slot& slot = *looping_[i];
-    if (!slot.writing) {
-      slot.writing = loopback_->write(*slot.rails, slot.data, slot.payload.data(),
-                                      slot.payload.size(), &slot.written);
-    }
-    if (slot.written == 0) {
-      ++i;
-      continue;
-    }
-    slot.done = true;
-    slot.rails = nullptr;
-    looping_.erase(looping_.begin() + static_cast<std::ptrdiff_t>(i));
-  }
-  return {};
-}
-
-Status ReceiveEnd::prepareDirect() {
-  if (loopback_ || end_.link() == nullptr) return {};
-  const Status status = Loopback::create(*ground_, end_.link()->set().rails().size(), &loopback_);
-  end_.alsoStop(loopback_.get());
-  return status;
-}
-
-Status ReceiveEnd::flush(std::span<void* const> data, const int* sizes,
-                         std::span<const Memory* const> memory, Request** out) {
-  if (!end_.failure()) return end_.failure();
-  FlushFacts facts;
-  facts.disabled = flushOff_;
-  std::size_t last = 0;
-  for (std::size_t i = 0; i < data.size(); ++i) {
-    const bool direct = memory[i] != nullptr && memory[i]->rails && memory[i]->rails->onDevice();
-    if (!direct || sizes[i] <= 0) continue;
-    facts.deviceMemory = true;
-    facts.bytes += static_cast<std::uint64_t>(sizes[i]);
-    last = i;  // one read stands for all that lies behind the same NIC
-  }
-  if (!needsFlush(facts)) return {};
-  // NCCL takes a null request for "there is nothing to flush", so this cannot come later: the one
-  // place where the attendant's turn, which takes microseconds, is waited for.
-  Attended& attended = *this;
-  std::optional<Turn> turn(std::in_place, attended);
-  while (!*turn) {
-    turn.reset();
-    std::this_thread::yield();
-    turn.emplace(attended);
-  }
-  if (!end_.failure()) return end_.failure();
-  if (!loopback_ || freeRequests_.empty()) {
-    return end_.fail(Status::error(Code::Internal, "more requests than NCCL may have open"));
-  }
-  ReceiveRequest* const request = &requests_[freeRequests_.back()];
-  request->count = 0;
-  request->flushed = 0;
-  request->flushes = loopback_->rails();
-  const std::uint64_t untilNs = monotonicNs() + kFlushRoomNs;
-  while (!loopback_->flush(*memory[last]->rails, data[last], &request->flushed)) {
-    if (Status status = loopback_->progress(); !status) return end_.fail(status);
-    if (monotonicNs() > untilNs) {
-      return end_.fail(Status::error(Code::Timeout, "the NIC does not take a flush"));
-    }
-  }
-  freeRequests_.pop_back();
-  *out = request;
-  return {};
-}
-
-Status ReceiveEnd::advanceSetUp(bool* stands) {
-  *stands = end_.link() == nullptr;
-  if (*stands) return {};
-  bool gone = false;
-  if (Status status = progress(&gone); !status) return status;
-  if (Status status = progressLink(); !status) return end_.fail(status);
-  *stands = end_.link()->stands();
-  if (*stands) join();
-  return gone && !*stands ? end_.fail(end_.whyGone()) : Status();
-}
-
-void ReceiveEnd::attend() {
-  if (!end_.failure()) return;
-  bool gone = false;
-  if (!progress(&gone)) return;
-  if (Status status = progressLink(); !status) (void)end_.fail(status);
-}
-
-bool ReceiveEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
 
 ReceiveEnd::TagState* ReceiveEnd::stateOf(int tag) {
   if (last_ != nullptr && lastTag_ == tag) return last_;
@@ -348,34 +228,6 @@ void ReceiveEnd::finish(Slot& slot, std::uint64_t bytes) {
   slot.done = true;
 }
 
-std::byte* ReceiveEnd::placeOfSmall(Slot& slot, std::uint64_t bytes) {
-  if (slot.staged != nullptr) return slot.staged->small(bytes);
-  if (!slot.onDevice) return slot.data;
-  slot.payload.resize(bytes);
-  return slot.payload.data();
-}
-
-void ReceiveEnd::smallCame(Slot& slot, std::uint64_t bytes) {
-  if (slot.onDevice && bytes > 0) {
-    std::shared_ptr<const RailMemory> rails = slot.rails;  // takeOff lets go of it
-    takeOff(slot, bytes);
-    slot.rails = std::move(rails);
-    slot.written = 0;
-    looping_.push_back(&slot);
-    return;
-  }
-  if (slot.staged == nullptr) return finish(slot, bytes);
-  takeOff(slot, bytes);
-  slot.small = true;
-  slot.staged->smallIsHere();
-}
-
-void ReceiveEnd::deliver(Slot& slot, const std::vector<std::byte>& payload) {
-  std::byte* const to = placeOfSmall(slot, payload.size());
-  if (!payload.empty()) std::memcpy(to, payload.data(), payload.size());
-  smallCame(slot, payload.size());
-}
-
 Status ReceiveEnd::progressStaged() {
   for (std::size_t i = 0; i < staging_.size();) {
     Slot& slot = *staging_[i];
@@ -419,15 +271,6 @@ void ReceiveEnd::takeOff(Slot& slot, std::uint64_t bytes) {
   slot.bytes = bytes;
   std::deque<Slot*>& open = slot.tag->open;
   open.erase(std::find(open.begin(), open.end(), &slot));  // in most cases the first
-}
-
-void ReceiveEnd::gaveBack(TagState& tag) {
-  if (++tag.unsaid < kCreditBatch) return;
-  Control control;
-  control.tag = tag.tag;
-  control.index = tag.unsaid;
-  tag.unsaid = 0;
-  end_.say(Kind::Credit, control);
 }
 
 Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
@@ -479,216 +322,6 @@ Status ReceiveEnd::test(Request* base, bool* done, int* sizes) {
 bool ReceiveEnd::overdue(const ReceiveRequest& request) {
   const std::uint64_t sinceNs = end_.bundle()->endingSinceNs();
   return sinceNs != 0 && monotonicNs() > std::max(sinceNs, request.lateNs) + Bundle::kLastBytesNs;
-}
-
-Status ReceiveEnd::begin(const FrameHeader& header) {
-  const Control control = controlOf(header);
-  if (static_cast<Kind>(header.kind) != Kind::Message || header.bytes > kEagerBytes ||
-      control.bytes != header.bytes) {
-    return Status::error(Code::Remote, fmt::format("a message of kind {} with {} bytes, for {}",
-                                                   header.kind, header.bytes, control.bytes));
-  }
-  TagState* const tag = stateOf(control.tag);
-  if (tag == nullptr || control.index < tag->nextMessage) {
-    return Status::error(
-        Code::Remote, fmt::format("message {} of tag {} out of order", control.index, control.tag));
-  }
-  tag->nextMessage = control.index + 1;
-  coming_ = true;
-  comingTag_ = tag;
-  comingBytes_ = header.bytes;
-  comingSlot_ = nullptr;
-  comingEarly_ = nullptr;
-  if (control.index >= tag->next) {
-    if (tag->early.size() >= kEagerWindow) {
-      return Status::error(Code::Remote, fmt::format("more than {} messages of tag {} without a "
-                                                     "receive",
-                                                     kEagerWindow, control.tag));
-    }
-    Early& early = tag->early.emplace_back();
-    early.index = control.index;
-    early.payload.resize(header.bytes);
-    comingEarly_ = &early;
-    return {};
-  }
-  const auto found = std::find_if(tag->open.begin(), tag->open.end(),
-                                  [&](const Slot* slot) { return slot->index == control.index; });
-  if (found == tag->open.end()) {
-    return Status::error(Code::Remote, fmt::format("message {} of tag {}, whose receive is over",
-                                                   control.index, control.tag));
-  }
-  Slot& slot = **found;
-  if (header.bytes > slot.capacity) {
-    return Status::error(Code::InvalidArgument,
-                         fmt::format("a message of {} bytes (tag {}) came for a receive of {}",
-                                     header.bytes, control.tag, slot.capacity));
-  }
-  // No piece may come for it from now on, nor have come.
-  if (slot.gate.exchange(0, std::memory_order_seq_cst) != 0) {
-    if (slot.reserved.load(std::memory_order_seq_cst) != 0) {
-      return Status::error(
-          Code::Remote, fmt::format("message {} of tag {} came twice", control.index, control.tag));
-    }
-  }
-  if (slot.posted && ++tag->wasted >= kWastedNames) {
-    tag->large = false;
-    tag->wasted = 0;
-  }
-  comingSlot_ = &slot;
-  comingData_ = placeOfSmall(slot, header.bytes);
-  return {};
-}
-
-void ReceiveEnd::end() {
-  coming_ = false;
-  TagState& tag = *comingTag_;
-  if (comingEarly_ != nullptr) {
-    Early& early = *comingEarly_;
-    early.complete = true;
-    if (early.slot == nullptr) return;
-    deliver(*early.slot, early.payload);
-    tag.early.remove_if([&](const Early& other) { return &other == &early; });
-  } else {
-    smallCame(*comingSlot_, comingBytes_);
-  }
-  gaveBack(tag);
-}
-
-Status ReceiveEnd::heardAnnounce(const Control& control) {
-  TagState* const tag = stateOf(control.tag);
-  if (tag == nullptr || control.bytes == 0 || control.bytes > nccl_abi::kMaxMessageBytes) {
-    return Status::error(Code::Remote, fmt::format("a message of {} bytes announced (tag {})",
-                                                   control.bytes, control.tag));
-  }
-  tag->large = true;
-  tag->wasted = 0;
-  if (control.index >= tag->next) {
-    if (tag->asked.size() >= kReceiveSlots ||
-        (!tag->asked.empty() && tag->asked.back().index >= control.index)) {
-      return Status::error(Code::Remote, fmt::format("message {} of tag {} announced out of order",
-                                                     control.index, control.tag));
-    }
-    tag->asked.push_back({control.index, control.bytes});
-    return {};
-  }
-  const auto found = std::find_if(tag->open.begin(), tag->open.end(),
-                                  [&](const Slot* slot) { return slot->index == control.index; });
-  // Not open: its place was named and has been used before the question came.
-  if (found != tag->open.end()) {
-    (*found)->asked = control.bytes;
-    namePlace(**found);
-  }
-  return {};
-}
-
-std::byte* ReceiveEnd::ControlSink::place(const FrameHeader& header, Status* bad) {
-  VerbsLink* const link = end_.end_.link();
-  if (link != nullptr && VerbsLink::owns(header.kind)) return link->place(header, bad);
-  if (header.kind == static_cast<std::uint16_t>(Kind::Data)) {
-    return end_.dataSink_.place(header, bad);  // of a message that is not worth another thread
-  }
-  *bad = end_.begin(header);
-  if (!*bad) return nullptr;
-  if (end_.comingSlot_ == nullptr) return end_.comingEarly_->payload.data();
-  return end_.comingData_;
-}
-
-void ReceiveEnd::ControlSink::arrived(const FrameHeader& header) {
-  ReceiveEnd& end = end_;
-  if (!end.heardBad_) return;
-  if (end.end_.link() != nullptr && VerbsLink::owns(header.kind)) {
-    return end.end_.link()->arrived(header);
-  }
-  switch (static_cast<Kind>(header.kind)) {
-    case Kind::Message:
-      if (!end.coming_) end.heardBad_ = end.begin(header);  // without a payload
-      if (end.heardBad_.ok()) end.end();
-      return;
-    case Kind::Announce:
-      end.heardBad_ = end.heardAnnounce(controlOf(header));
-      return;
-    case Kind::Data:
-      return end.dataSink_.arrived(header);
-    default:
-      end.heardBad_ = Status::error(
-          Code::Remote, fmt::format("a sending end sent a message of kind {}", header.kind));
-  }
-}
-
-std::byte* ReceiveEnd::reserve(Slot& slot, std::uint32_t turn, std::uint64_t offset,
-                               std::uint64_t bytes, std::uint64_t total) {
-  if (turn == 0 || slot.gate.load(std::memory_order_acquire) != turn || total > slot.capacity ||
-      offset > total || bytes > total - offset) {
-    return nullptr;
-  }
-  std::uint64_t known = 0;
-  if (!slot.total.compare_exchange_strong(known, total) && known != total) return nullptr;
-  const std::uint64_t before = slot.reserved.fetch_add(bytes, std::memory_order_seq_cst);
-  // Looked at again: the gate may have been closed before the place was taken.
-  const bool open = slot.gate.load(std::memory_order_seq_cst) == turn;
-  if (!open || before + bytes > total) return nullptr;
-  return slot.staged != nullptr ? slot.staged->place(offset, bytes, total) : slot.data + offset;
-}
-
-std::byte* ReceiveEnd::DataSink::place(const FrameHeader& header, Status* bad) {
-  if (static_cast<Kind>(header.kind) == Kind::Ahead) return placeAhead(header, bad);
-  const Piece piece = pieceOf(header);
-  const Place& at = piece.body.place;
-  if (static_cast<Kind>(header.kind) == Kind::Data && at.slot < kReceiveSlots &&
-      piece.body.base <= piece.body.total) {
-    Slot& slot = end_.slots_[at.slot];
-    const std::uint64_t left = piece.body.total - piece.body.base;
-    if (piece.offset <= left) {
-      const std::uint64_t offset = piece.body.base + piece.offset;
-      std::byte* const place = reserve(slot, at.turn, offset, header.bytes, piece.body.total);
-      if (place != nullptr) return place;
-    }
-  }
-  *bad = Status::error(Code::Remote,
-                       fmt::format("it sent [{}, +{}) of a message of {} bytes for receive {}/{}, "
-                                   "which does not take that",
-                                   piece.body.base + piece.offset, header.bytes, piece.body.total,
-                                   at.slot, at.turn));
-  return nullptr;
-}
-
-std::byte* ReceiveEnd::DataSink::placeAhead(const FrameHeader& header, Status* bad) {
-  const AheadPiece piece = aheadPieceOf(header);
-  const AheadBody& body = piece.body;
-  if (body.index >= end_.openedAhead_.load(std::memory_order_seq_cst)) return nullptr;  // not now
-  const OpenByIndex& open = end_.openAhead_[body.index % kReceiveSlots];
-  // Where a receive has been opened, `ahead_` has been set for good.
-  if (open.index.load(std::memory_order_acquire) == body.index && body.tag == end_.ahead_->tag) {
-    Slot& slot = end_.slots_[open.slot.load(std::memory_order_relaxed)];
-    const std::uint32_t turn = slot.gate.load(std::memory_order_acquire);
-    // Looked at again: with all of its message there, the slot may be another receive's by now.
-    if (open.index.load(std::memory_order_acquire) == body.index) {
-      std::byte* const place = reserve(slot, turn, piece.offset, header.bytes, body.total);
-      if (place != nullptr) return place;
-    }
-  }
-  *bad = Status::error(Code::Remote,
-                       fmt::format("it sent [{}, +{}) of message {} of tag {}, of {} bytes, ahead, "
-                                   "which the receive does not take",
-                                   piece.offset, header.bytes, body.index, body.tag, body.total));
-  return nullptr;
-}
-
-void ReceiveEnd::DataSink::arrived(const FrameHeader& header) {
-  // A piece without bytes would count for nothing.
-  if (header.bytes == 0) return;
-  const bool ahead = static_cast<Kind>(header.kind) == Kind::Ahead;
-  const std::uint32_t at =
-      ahead ? end_.openAhead_[aheadPieceOf(header).body.index % kReceiveSlots].slot.load(
-                  std::memory_order_relaxed)
-            : pieceOf(header).body.place.slot;
-  Slot& slot = end_.slots_[at];
-  if (slot.staged != nullptr) {
-    const Piece piece = pieceOf(header);
-    slot.staged->arrived(piece.body.base + piece.offset, header.bytes, piece.body.total);
-    return;
-  }
-  slot.received.fetch_add(header.bytes, std::memory_order_release);
 }
 
 }  // namespace hoccl::net_plugin

@@ -32,7 +32,9 @@ class ReceiveEnd final : public ReceiveConnection, private Attended {
   }
 
   // --- Set-up, as SendEnd's.
-  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, false); }
+  Status makeLink(const PathExtent& extent) {
+    return end_.makeLink(ground_, ground_->settings, extent, false);
+  }
   [[nodiscard]] FrameSink& dataSink() { return dataSink_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
   void startLink() { end_.startLink(); }

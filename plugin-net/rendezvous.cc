@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "plugin-net/devices.h"
 #include "plugin-net/handle.h"
 
 namespace hoccl::net_plugin {
@@ -105,12 +106,19 @@ Status Listener::accept(std::unique_ptr<ReceiveEnd>* out) {
 // --- Connecting ----------------------------------------------------------------------------------
 
 Status Connecting::begin(const Device& device, const void* handle, const BundleOptions& options,
-                         std::uint64_t inlineBytes, std::unique_ptr<Connecting>* out) {
+                         std::uint64_t inlineBytes, int trafficClass,
+                         std::unique_ptr<Connecting>* out) {
   ListenerAddress to;
   if (Status status = unpackHandle(handle, &to); !status) return status;
   auto connecting = std::make_unique<Connecting>();
   connecting->inlineBytes_ = inlineBytes;
   connecting->ground_ = device.ground;
+  if (device.ground) {
+    connecting->settings_ = device.ground->settings;
+    if (Status s = connecting->settings_.takeTrafficClass(trafficClass, isInfiniBand(device)); !s) {
+      return s;
+    }
+  }
   const Status status =
       connectBundle(to.address, to.nonce, device.interface.address,
                     makeHello(whole(device.ground.get())), options, &connecting->setup_);
@@ -134,7 +142,7 @@ Status Connecting::attach() {
   end_ = std::make_unique<SendEnd>(describe(setup_->hello(), setup_->peerText()), inlineBytes_,
                                    extent.rails > 0 ? ground_ : nullptr);
   if (extent.rails > 0) {
-    if (Status status = end_->makeLink(extent); !status) return status;
+    if (Status status = end_->makeLink(settings_, extent); !status) return status;
   }
   std::unique_ptr<Bundle> bundle;
   if (Status status = setup_->take(&end_->dataSink(), &bundle); !status) return status;

@@ -39,7 +39,8 @@ class Listener {
 class Connecting {
  public:
   static Status begin(const Device& device, const void* handle, const BundleOptions& options,
-                      std::uint64_t inlineBytes, std::unique_ptr<Connecting>* out);
+                      std::uint64_t inlineBytes, int trafficClass,
+                      std::unique_ptr<Connecting>* out);
   /// `out` stays null while it is under way.
   Status advance(std::unique_ptr<SendEnd>* out);
 
@@ -47,6 +48,7 @@ class Connecting {
   Status attach();
   std::unique_ptr<BundleSetup> setup_;
   std::shared_ptr<const VerbsGround> ground_;
+  VerbsSettings settings_;  ///< the ground's, but for the communicator's traffic class
   std::uint64_t inlineBytes_ = 0;
   std::unique_ptr<SendEnd> end_;  ///< once the sockets stand
 };

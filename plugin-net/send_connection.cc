@@ -133,7 +133,7 @@ Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Memory*
     bool said = false;
     if (Status status = sendSmall(*state, *request, &said); !status) return status;
     if (!said) {
-      free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
+      free_.push_back(static_cast<std::uint16_t>(numberOf(*request)));
       return {};
     }
   } else if (Status status = sendLarge(*state, *request); !status) {
@@ -218,8 +218,8 @@ Status SendEnd::takePosted(SendRequest& request, const PostedReceive& receive) {
   if (request.rails != nullptr && receive.isDirect) {
     --request.state->waiting;
     request.stage = Stage::Writing;
-    end_.link()->write(receive.place.slot, receive.direct, request.data, request.bytes,
-                       request.rails);
+    end_.link()->write(numberOf(request), receive.place.slot, receive.direct, request.data,
+                       request.bytes, request.rails);
     return {};
   }
   const bool fromDevice = request.rails != nullptr && request.rails->onDevice();
@@ -329,7 +329,7 @@ bool SendEnd::finished(const SendRequest& request) const {
     return end_.failure().ok() && end_.taken() >= request.position;
   }
   if (request.stage == Stage::Staged) return request.staged->finished();
-  if (request.stage == Stage::Writing) return end_.link()->written(request.receive.place.slot);
+  if (request.stage == Stage::Writing) return end_.link()->written(numberOf(request));
   return request.stage == Stage::Moving &&
          request.moved.load(std::memory_order_acquire) == request.bytes;
 }
@@ -369,7 +369,7 @@ Status SendEnd::test(Request* base, bool* done, int* sizes) {
   }
   request->stage = Stage::Free;
   request->rails = nullptr;
-  free_.push_back(static_cast<std::uint16_t>(request - requests_.data()));
+  free_.push_back(static_cast<std::uint16_t>(numberOf(*request)));
   return {};
 }
 
@@ -413,7 +413,7 @@ void SendEnd::heardPosted(const Control& control, const DirectPlace* direct) {
 void SendEnd::heardMore(const Control& control) {
   for (SendRequest& request : requests_) {
     if (request.stage == Stage::Writing && request.receive.place == control.place) {
-      return end_.link()->more(control.place.slot, control.limit);
+      return end_.link()->more(numberOf(request), control.limit);
     }
     const bool named = request.stage == Stage::Queueing || request.stage == Stage::Moving ||
                        (request.stage == Stage::Staged && request.named);

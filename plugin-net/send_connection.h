@@ -15,6 +15,7 @@ namespace hoccl::net_plugin {
 
 /// Messages under way on one connection: as many as there may be receives.
 inline constexpr std::size_t kSendRequests = kReceiveSlots;
+static_assert(kSendRequests == VerbsLink::kSends);
 
 class SendEnd final : public SendConnection, private Attended {
  public:
@@ -31,7 +32,9 @@ class SendEnd final : public SendConnection, private Attended {
   }
 
   // --- Set-up.
-  Status makeLink(const PathExtent& extent) { return end_.makeLink(ground_, extent, true); }
+  Status makeLink(const VerbsSettings& settings, const PathExtent& extent) {
+    return end_.makeLink(ground_, settings, extent, true);
+  }
   [[nodiscard]] FrameSink& dataSink() { return refuseData_; }
   void attach(std::unique_ptr<Bundle> bundle) { end_.attach(std::move(bundle)); }
   void startLink() { end_.startLink(); }
@@ -103,6 +106,9 @@ class SendEnd final : public SendConnection, private Attended {
   [[nodiscard]] TagState* stateOf(int tag);
   [[nodiscard]] TagState* knownState(int tag);
   [[nodiscard]] SendRequest* takeRequest();
+  [[nodiscard]] std::uint32_t numberOf(const SendRequest& request) const {
+    return static_cast<std::uint32_t>(&request - requests_.data());
+  }
   Status progress(bool* gone);
   Status progressLink();
   // Attended.

@@ -22,15 +22,15 @@ constexpr std::uint64_t roundUp(std::uint64_t value, std::uint64_t to) {
 }  // namespace
 
 VerbsLink::VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground,
-                     bool connecting, std::uint64_t mostPieceBytes)
+                     const VerbsSettings& settings, bool connecting, std::uint64_t mostPieceBytes)
     : channel_(channel),
       ground_(std::move(ground)),
       mostPieceBytes_(mostPieceBytes),
-      records_(2 * kReceiveSlots),
-      out_(kReceiveSlots),
+      records_(kSends + kReceiveSlots),
+      out_(kSends),
       in_(kReceiveSlots),
-      set_(*this, ground_->settings, connecting) {
-  queue_.reserve(kReceiveSlots);
+      set_(*this, settings, connecting) {
+  queue_.reserve(kSends);
   mores_.reserve(kReceiveSlots);
 }
 
@@ -50,12 +50,12 @@ std::byte* VerbsLink::place(const FrameHeader& header, Status* bad) {
 
 void VerbsLink::arrived(const FrameHeader& header) {
   if (header.kind != kBye || header.bytes != sizeof bye_) return set_.arrived(header);
-  for (std::uint32_t slot = 0; slot < out_.size(); ++slot) {
-    Out& out = out_[slot];
-    if (!out.active || bye_[slot].ready < out.pieces.turn) continue;
+  for (std::uint32_t send = 0; send < out_.size(); ++send) {
+    Out& out = out_[send];
+    if (!out.active || bye_[out.slot].ready < out.pieces.turn) continue;
     out.pieces.pending = 0;
     out.pieces.landed = maskOf(out.pieces.pieces);
-    settle(slot);
+    settle(send);
   }
 }
 
@@ -72,9 +72,11 @@ Status VerbsLink::failure() const {
 
 // --- Sending -------------------------------------------------------------------------------------
 
-void VerbsLink::write(std::uint32_t slot, const DirectPlace& place, const std::byte* data,
-                      std::uint64_t bytes, std::shared_ptr<const RailMemory> memory) {
-  Out& out = out_[slot];
+void VerbsLink::write(std::uint32_t send, std::uint32_t slot, const DirectPlace& place,
+                      const std::byte* data, std::uint64_t bytes,
+                      std::shared_ptr<const RailMemory> memory) {
+  Out& out = out_[send];
+  out.slot = slot;
   out.data = data;
   out.total = bytes;
   out.base = out.through = out.confirmed = 0;
@@ -82,12 +84,12 @@ void VerbsLink::write(std::uint32_t slot, const DirectPlace& place, const std::b
   out.place = place;
   out.active = true;
   out.done = false;
-  beginWindow(slot);
+  beginWindow(send);
   pump();
 }
 
-void VerbsLink::beginWindow(std::uint32_t slot) {
-  Out& out = out_[slot];
+void VerbsLink::beginWindow(std::uint32_t send) {
+  Out& out = out_[send];
   const std::uint64_t turn = out.base == 0 ? out.place.turn : out.pieces.turn + 1;
   const std::uint64_t bytes =
       std::min(out.total - out.base, Immediate::kMostPieces * mostPieceBytes_);
@@ -99,22 +101,22 @@ void VerbsLink::beginWindow(std::uint32_t slot) {
   each = std::max(each, (bytes + Immediate::kMostPieces - 1) / Immediate::kMostPieces);
   out.through = out.base + bytes;
   out.pieces.begin(turn, bytes, std::min(roundUp(each, kPieceUnit), mostPieceBytes_));
-  outRecord(slot) = {turn, out.total, out.through};
-  queue_.push_back(slot);
+  outRecord(send) = {turn, out.total, out.through};
+  queue_.push_back(send);
 }
 
 void VerbsLink::pump() {
   std::size_t kept = 0;
   for (std::size_t i = 0; i < queue_.size(); ++i) {
-    const std::uint32_t slot = queue_[i];
-    if (!pumpSlot(slot)) queue_[kept++] = slot;
+    const std::uint32_t send = queue_[i];
+    if (!pumpSend(send)) queue_[kept++] = send;
   }
   queue_.resize(kept);
 }
 
-/// Posts the slot's pieces; false while some are left.
-bool VerbsLink::pumpSlot(std::uint32_t slot) {
-  Out& out = out_[slot];
+/// Posts the send's pieces; false while some are left.
+bool VerbsLink::pumpSend(std::uint32_t send) {
+  Out& out = out_[send];
   while (out.pieces.pending != 0) {
     const auto piece = static_cast<std::uint32_t>(std::countr_zero(out.pieces.pending));
     Path* const path = set_.pathFor();
@@ -122,18 +124,19 @@ bool VerbsLink::pumpSlot(std::uint32_t slot) {
     const std::uint64_t at = out.base + out.pieces.offsetOf(piece);
     const std::uint64_t bytes = out.pieces.lengthOf(piece);
     const WorkId id{
-        .kind = WorkId::Kind::Piece, .slot = slot, .piece = piece, .units = WorkId::unitsOf(bytes)};
+        .kind = WorkId::Kind::Piece, .slot = send, .piece = piece, .units = WorkId::unitsOf(bytes)};
     PathWrite write{.data = out.data + at,
                     .bytes = bytes,
                     .localKey = out.memory->localKey(path->rail->index),
                     .target = out.place.address + at,
                     .remoteKey = out.place.keys[path->rail->index]};
     if (piece == 0) {
-      write.record = &outRecord(slot);
+      write.record = &outRecord(send);
       write.recordBytes = sizeof(Record);
-      write.recordTarget = set_.peerBase() + (kReceiveSlots + slot) * sizeof(Record);
+      write.recordTarget = set_.peerBase() + (kSends + out.slot) * sizeof(Record);
     }
-    const std::uint32_t word = Immediate::piece(slot, piece, out.pieces.pieces, out.pieces.turn);
+    const std::uint32_t word =
+        Immediate::piece(out.slot, piece, out.pieces.pieces, out.pieces.turn);
     if (!set_.post(*path, id, word, write)) return false;
     out.pieces.posted(piece, path->index);
   }
@@ -147,8 +150,8 @@ void VerbsLink::landed(const WorkId& id) {
   settle(id.slot);
 }
 
-void VerbsLink::settle(std::uint32_t slot) {
-  Out& out = out_[slot];
+void VerbsLink::settle(std::uint32_t send) {
+  Out& out = out_[send];
   if (!out.active || !out.pieces.complete()) return;
   if (out.through == out.total) {
     out.active = false;
@@ -156,15 +159,15 @@ void VerbsLink::settle(std::uint32_t slot) {
     out.memory.reset();
   } else if (out.confirmed >= out.through) {
     out.base = out.through;
-    beginWindow(slot);
+    beginWindow(send);
   }
 }
 
-void VerbsLink::more(std::uint32_t slot, std::uint64_t upTo) {
-  Out& out = out_[slot];
+void VerbsLink::more(std::uint32_t send, std::uint64_t upTo) {
+  Out& out = out_[send];
   if (!out.active) return;
   out.confirmed = std::max(out.confirmed, upTo);
-  settle(slot);
+  settle(send);
 }
 
 // --- Receiving -----------------------------------------------------------------------------------
@@ -241,13 +244,14 @@ void VerbsLink::fillReport(verbs_wire::Report* report) {
 }
 
 void VerbsLink::failedOver(const Path& path, const verbs_wire::Report& report) {
-  for (std::uint32_t slot = 0; slot < out_.size(); ++slot) {
-    if (!out_[slot].active) continue;
-    if (out_[slot].pieces.failedOver(path.index, report.slot[slot]) &&
-        std::find(queue_.begin(), queue_.end(), slot) == queue_.end()) {
-      queue_.push_back(slot);
+  for (std::uint32_t send = 0; send < out_.size(); ++send) {
+    Out& out = out_[send];
+    if (!out.active) continue;
+    if (out.pieces.failedOver(path.index, report.slot[out.slot]) &&
+        std::find(queue_.begin(), queue_.end(), send) == queue_.end()) {
+      queue_.push_back(send);
     }
-    settle(slot);
+    settle(send);
   }
 }
 

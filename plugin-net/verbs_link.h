@@ -7,6 +7,10 @@
 // goes again after a failure is harmless. Behind the first piece comes a record of the message's
 // size, in memory of the link's own.
 //
+// A send is named by its sender, not by the receive it goes into: the receiver has all of a
+// message, and may name its place again for the next one, before the sender has its
+// acknowledgements.
+//
 // A message of more than a window (64 pieces) goes window by window: the next begins when the
 // receiver has said More.
 
@@ -34,7 +38,9 @@ class VerbsLink final : private PathUser {
  public:
   static constexpr std::uint64_t kMostPieceBytes = 4 << 20;
 
-  VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground, bool connecting,
+  /// `settings`: those of the ground, but for what is this connection's.
+  VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> ground,
+            const VerbsSettings& settings, bool connecting,
             std::uint64_t mostPieceBytes = kMostPieceBytes);
   ~VerbsLink() override;
   /// Queue pairs on the first NICs.
@@ -63,13 +69,15 @@ class VerbsLink final : private PathUser {
     return memory != nullptr && memory->holds(data, bytes) && memory->covers(set_.rails());
   }
 
-  // --- Sending end. A message is named by the receive it goes into.
-  void write(std::uint32_t slot, const DirectPlace& place, const std::byte* data,
-             std::uint64_t bytes, std::shared_ptr<const RailMemory> memory);
+  // --- Sending end.
+  static constexpr std::uint32_t kSends = kReceiveSlots;
+  /// Send number `send`, which is not under way, into the peer's receive `slot`.
+  void write(std::uint32_t send, std::uint32_t slot, const DirectPlace& place,
+             const std::byte* data, std::uint64_t bytes, std::shared_ptr<const RailMemory> memory);
   /// All of it is the peer's, and no NIC reads it.
-  [[nodiscard]] bool written(std::uint32_t slot) const { return out_[slot].done; }
+  [[nodiscard]] bool written(std::uint32_t send) const { return out_[send].done; }
   /// The receiver has everything before `upTo`.
-  void more(std::uint32_t slot, std::uint64_t upTo);
+  void more(std::uint32_t send, std::uint64_t upTo);
 
   // --- Receiving end.
   /// A receive of [data, data + bytes) is open; `place` is for the peer.
@@ -97,10 +105,11 @@ class VerbsLink final : private PathUser {
  private:
   static constexpr std::uint16_t kBye = 0x301;
   using Bye = std::array<SlotReport, kReceiveSlots>;
-  static_assert(kReceiveSlots <= Immediate::kMostSlots);
+  static_assert(kReceiveSlots <= Immediate::kMostSlots && kSends <= WorkId::kMostSlots);
 
   struct Out {
-    OutPieces pieces;  ///< of the window
+    std::uint32_t slot = 0;  ///< of the peer's
+    OutPieces pieces;        ///< of the window
     const std::byte* data = nullptr;
     std::uint64_t total = 0, base = 0, through = 0;  ///< the window is [base, through)
     std::uint64_t confirmed = 0;                     ///< by More
@@ -114,12 +123,12 @@ class VerbsLink final : private PathUser {
     Coming coming;
     bool open = false;
   };
-  [[nodiscard]] Record& outRecord(std::uint32_t slot) { return records_[slot]; }
-  [[nodiscard]] Record& inRecord(std::uint32_t slot) { return records_[kReceiveSlots + slot]; }
-  void beginWindow(std::uint32_t slot);
-  void settle(std::uint32_t slot);
+  [[nodiscard]] Record& outRecord(std::uint32_t send) { return records_[send]; }
+  [[nodiscard]] Record& inRecord(std::uint32_t slot) { return records_[kSends + slot]; }
+  void beginWindow(std::uint32_t send);
+  void settle(std::uint32_t send);
   void pump();
-  bool pumpSlot(std::uint32_t slot);
+  bool pumpSend(std::uint32_t send);
 
   // PathUser.
   [[nodiscard]] bool tell(std::uint16_t kind, const void* payload, std::size_t bytes) override {
@@ -134,11 +143,11 @@ class VerbsLink final : private PathUser {
   LinkChannel& channel_;
   std::shared_ptr<const VerbsGround> ground_;
   const std::uint64_t mostPieceBytes_;
-  std::vector<Record> records_;  ///< registered: those of the out-slots, then those of the in-slots
+  std::vector<Record> records_;  ///< registered: those of the sends, then those of the receives
   std::vector<Out> out_;
   std::vector<In> in_;
-  std::vector<std::uint32_t> queue_;  ///< out-slots with pieces to post, oldest first
-  std::vector<std::uint32_t> mores_;  ///< in-slots of which More is to be said
+  std::vector<std::uint32_t> queue_;  ///< sends with pieces to post, oldest first
+  std::vector<std::uint32_t> mores_;  ///< receives of which More is to be said
   Bye bye_{};
   PathSet set_;  ///< last: destroyed first, and with it what uses the above
 };

@@ -52,7 +52,7 @@ class Table final : public Net {
   ncclResult_t init(void** context, abi::Logger logger) override {
     *context = nullptr;
     if constexpr (kContext) {
-      abi::CommConfig config{-1};
+      abi::CommConfig config{trafficClass};
       return raw_.init(context, 0x1234, &config, logger, noProfiler);
     } else if constexpr (kVersion == 10) {
       return raw_.init(logger, noProfiler);
@@ -110,7 +110,7 @@ class Table final : public Net {
       // NCCL's probe of GPUDirect passes no place for a device handle.
       return raw_.connect(context, device, handle, out, nullptr);
     } else if constexpr (kVersion == 10) {
-      abi::CommConfig config{-1};
+      abi::CommConfig config{trafficClass};
       return raw_.connect(device, &config, handle, out, &none);
     } else {
       return raw_.connect(device, handle, out, &none);

@@ -13,6 +13,8 @@
 namespace conformance {
 
 inline constexpr int kVersions[] = {8, 9, 10, 11, 12};
+/// ncclConfig.trafficClass of what is made next; -1: unset. From version 10 on.
+inline int trafficClass = -1;
 
 struct Properties {
   std::string name, pciPath;

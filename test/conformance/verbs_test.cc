@@ -1,12 +1,21 @@
 // The plugin over queue pairs. Runs where there is an RDMA device, as in the guests of the RDMA lab
 // (docs/rdma-lab.md), and is skipped elsewhere; with two guests both sides run it.
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <gtest/gtest.h>
+#include <linux/capability.h>
+#include <linux/if_ether.h>
+#include <linux/if_packet.h>
+#include <net/if.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -303,6 +312,199 @@ TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
   EXPECT_TRUE(outcome.ok()) << outcome.text();
 }
 
+/// Type of service of a packet that leaves over that interface for soft-RoCE's port; -1: none
+/// comes.
+int serviceOfNextPacket(int socket) {
+  constexpr std::uint16_t kRocePort = 4791;
+  const double start = now();
+  while (now() - start < 5 * patience()) {
+    unsigned char packet[64];
+    const ssize_t got = ::recv(socket, packet, sizeof packet, MSG_DONTWAIT | MSG_TRUNC);
+    if (got < 28 || packet[0] != 0x45 || packet[9] != IPPROTO_UDP) {
+      ::usleep(1000);
+      continue;
+    }
+    if ((packet[22] << 8 | packet[23]) == kRocePort) return packet[1];
+  }
+  return -1;
+}
+
+// ncclConfig.trafficClass: of a connection's packets, those of both ends; a variable is ahead of
+// it; one that there is not is an error of init, or where init does not hear of it, of connect.
+TEST_F(Verbs, TrafficClassOfACommunicator) {
+  for (const int version : {10, 11, 12}) {
+    for (const char* variable : {"", "64"}) {
+      if (!twoNodes()) break;  // to itself soft-RoCE sends no packets
+      ::setenv("NCCL_IB_TC", variable, 1);
+      const Outcome outcome = runPair([&](const Side& side) {
+        if (side.rank() == 0) trafficClass = 104;
+        Session session(version);
+        Net& net = session.net();
+        const int sniffer = ::socket(AF_PACKET, SOCK_DGRAM | SOCK_CLOEXEC, htons(ETH_P_ALL));
+        REQUIRE(sniffer >= 0);
+        sockaddr_ll rail{};
+        rail.sll_family = AF_PACKET;
+        rail.sll_protocol = htons(ETH_P_ALL);
+        rail.sll_ifindex = static_cast<int>(::if_nametoindex("rail0"));
+        REQUIRE(rail.sll_ifindex > 0);
+        void* const comm = session.connectPair(side, 0);
+        REQUIRE(::bind(sniffer, reinterpret_cast<sockaddr*>(&rail), sizeof rail) == 0);
+        Registered memory(net, comm, 100000);
+        side.meet();
+        void* const request =
+            side.rank() == 0
+                ? sendFrom(net, comm, memory.data.data(), memory.data.size(), memory.handle)
+                : receiveInto(net, comm, memory.data.data(), memory.data.size(), memory.handle);
+        finish(net, request);
+        const int is = serviceOfNextPacket(sniffer), wanted = *variable != '\0' ? 64 : 104;
+        REQUIRE_SAYING(is == wanted, "type of service " + std::to_string(is));
+        side.meet();
+      });
+      ::unsetenv("NCCL_IB_TC");
+      EXPECT_TRUE(outcome.ok()) << outcome.text();
+    }
+    const Outcome refused = runAlone([&] {
+      trafficClass = 300;
+      Session session(version, version == 10);
+      Net& net = session.net();
+      void* context = nullptr;
+      if (version == 10) {
+        trafficClass = -1;
+        Handle handle;
+        void* const listener = session.listen(&handle);
+        trafficClass = 300;
+        void* comm = nullptr;
+        takeLog();
+        REQUIRE(net.connect(session.context(), 0, handle.data(), &comm) != ncclSuccess);
+        REQUIRE_OK(net.closeListen(listener));
+      } else {
+        REQUIRE(net.init(&context, sessionLogger()) != ncclSuccess);
+      }
+      const std::string warning = onlyWarning();
+      REQUIRE_SAYING(warning.find("ncclConfig.trafficClass=300") != std::string::npos &&
+                         warning.find("0 to 255") != std::string::npos,
+                     warning);
+    });
+    EXPECT_TRUE(refused.ok()) << refused.text();
+  }
+}
+
+/// Root may lock what it likes; this process from now on no more than so much.
+void limitLockedMemory(rlim_t bytes) {
+  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct data[2]{};
+  REQUIRE(::syscall(SYS_capget, &header, data) == 0);
+  for (std::uint32_t* set : {&data[0].effective, &data[0].permitted, &data[0].inheritable}) {
+    *set &= ~(1u << CAP_IPC_LOCK);
+  }
+  REQUIRE(::syscall(SYS_capset, &header, data) == 0);
+  const rlimit limit{bytes, bytes};
+  REQUIRE(::setrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+}
+
+// Each gives one warning that names what to change. With `auto` a variable that makes no sense
+// means tcp.
+TEST_F(Verbs, Rule10BadInputIsOneLine) {
+  const struct {
+    const char *variable, *value, *says;
+  } cases[] = {{"HOCCL_IB_HCA", "=there_is_none", "there are: rxe0"},
+               {"NCCL_IB_HCA", "mlx5", "there are: rxe0"},
+               {"HOCCL_IB_GID_INDEX", "99", "rxe0 has no GID of index 99; it has: "},
+               {"NCCL_IB_GID_INDEX", "rxe0:42", "rxe0 has no GID of index 42"},
+               {"HOCCL_IB_TC", "256", "allowed: 0 to 255"},
+               {"NCCL_IB_TC", "high", "allowed: 0 to 255"},
+               {"NCCL_IB_SL", "16", "allowed: 0 to 15"},
+               {"NCCL_IB_QPS_PER_CONNECTION", "0", "allowed: 1 to "}};
+  for (const auto& bad : cases) {
+    for (const char* transport : {"verbs", "auto"}) {
+      const Outcome outcome = runAlone([&] {
+        ::setenv("HOCCL_TRANSPORT", transport, 1);
+        ::setenv(bad.variable, bad.value, 1);
+        Session session(12, false);
+        void* context = nullptr;
+        const bool verbs = std::string(transport) == "verbs";
+        REQUIRE((session.net().init(&context, sessionLogger()) == ncclSuccess) == !verbs);
+        const std::string warning = onlyWarning();
+        REQUIRE_SAYING(
+            warning.find(std::string(bad.variable) + "='" + bad.value) != std::string::npos &&
+                warning.find(bad.says) != std::string::npos,
+            warning);
+        if (!verbs) REQUIRE_OK(session.net().finalize(context));
+      });
+      EXPECT_TRUE(outcome.ok()) << bad.variable << " with " << transport << ": " << outcome.text();
+    }
+  }
+  const Outcome limited = runAlone([] {
+    Session session(12);
+    Net& net = session.net();
+    Handle handle;
+    void* const listener = session.listen(&handle);
+    void *sends = nullptr, *receives = nullptr;
+    const double start = now();
+    while (sends == nullptr || receives == nullptr) {
+      if (sends == nullptr) REQUIRE_OK(net.connect(session.context(), 0, handle.data(), &sends));
+      if (receives == nullptr) REQUIRE_OK(net.accept(listener, &receives));
+      REQUIRE(now() - start < 5 * patience());
+    }
+    limitLockedMemory(128 << 10);
+    std::vector<unsigned char> memory(8 << 20);
+    void* mr = nullptr;
+    takeLog();
+    REQUIRE(net.registerMemory(sends, memory.data(), memory.size(), kHost, &mr) != ncclSuccess);
+    const std::string warning = onlyWarning();
+    REQUIRE_SAYING(warning.find("rxe0") != std::string::npos &&
+                       warning.find("RLIMIT_MEMLOCK is 128 KiB") != std::string::npos &&
+                       warning.find("ulimit -l") != std::string::npos,
+                   warning);
+    REQUIRE_OK(net.closeSend(sends));
+    REQUIRE_OK(net.closeReceive(receives));
+    REQUIRE_OK(net.closeListen(listener));
+  });
+  EXPECT_TRUE(limited.ok()) << limited.text();
+}
+
+// Both ends have NICs, and nothing gets from one to the other: an error of both in time.
+TEST_F(Verbs, Rule10NicsThatDoNotReachEachOther) {
+  if (!twoNodes()) GTEST_SKIP() << "needs two nodes";
+  ::setenv("HOCCL_SOCKET_IFNAME", "mgmt0", 1);
+  ::setenv("HOCCL_IB_RETRY_CNT", "6", 1);  // with 7 soft-RoCE tries for ever
+  ::setenv("HOCCL_IB_TIMEOUT", "14", 1);
+  const Outcome outcome = runPair([](const Side& side) {
+    if (side.rank() == 0) REQUIRE(std::system("lab cut all") == 0);
+    side.meet();
+    Session session(12);
+    Net& net = session.net();
+    Handle handle;
+    void *comm = nullptr, *listener = nullptr;
+    if (side.rank() == 0) {
+      side.take(handle.data(), handle.size());
+    } else {
+      listener = session.listen(&handle);
+      side.give(handle.data(), handle.size());
+    }
+    takeLog();
+    const double start = now();
+    ncclResult_t result = ncclSuccess;
+    while (result == ncclSuccess) {
+      result = side.rank() == 0 ? net.connect(session.context(), 0, handle.data(), &comm)
+                                : net.accept(listener, &comm);
+      REQUIRE(comm == nullptr && now() - start < 20 * patience());
+      ::usleep(1000);
+    }
+    std::string all;
+    for (const LogLine& line : takeLog()) {
+      if (line.level == hoccl::nccl_abi::kLogWarn) all += line.text + "\n";
+    }
+    for (const char* part : {"Do these NICs reach each other", "HOCCL_IB_HCA", "HOCCL_IB_GID_INDEX",
+                             "HOCCL_TRANSPORT=tcp", "rxe0"}) {
+      REQUIRE_SAYING(all.find(part) != std::string::npos, all);
+    }
+    if (listener != nullptr) REQUIRE_OK(net.closeListen(listener));
+    side.meet();
+  });
+  EXPECT_TRUE(outcome.ok()) << outcome.text();
+}
+
 // A NIC of two is cut off in the middle: everything arrives. Then the other one, too: both ends
 // have an error in time.
 TEST_F(Verbs, CutsUnderTraffic) {
@@ -311,6 +513,7 @@ TEST_F(Verbs, CutsUnderTraffic) {
   // Tries for ever with a count of 7.
   ::setenv("HOCCL_IB_RETRY_CNT", "6", 1);
   ::setenv("HOCCL_IB_TIMEOUT", "15", 1);
+  ::setenv("HOCCL_TIMEOUT_MS", "8000", 1);  // with both cut, new queue pairs are tried for so long
   const Outcome outcome = runPair(
       [](const Side& side) {
         constexpr std::size_t kBytes = 500007, kMessages = 12;

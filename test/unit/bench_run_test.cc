@@ -79,6 +79,10 @@ class BenchRun : public testing::Test {
 
   void start(std::vector<std::string> arguments, const std::vector<std::string>& variables = {}) {
     arguments.insert(arguments.begin(), {kProgram, "bench", "sendrecv"});
+    launch(arguments, variables, "out", "err", &pid_);
+  }
+  void launch(const std::vector<std::string>& arguments, const std::vector<std::string>& variables,
+              const char* out, const char* err, pid_t* pid) {
     RankEnvironment environment;
     environment.extra = {"HOCCL_EMULATE=always", "TMPDIR=" + folder_.string()};
     environment.extra.insert(environment.extra.end(), variables.begin(), variables.end());
@@ -90,10 +94,10 @@ class BenchRun : public testing::Test {
     envp.push_back(nullptr);
     posix_spawn_file_actions_t actions;
     ::posix_spawn_file_actions_init(&actions);
-    for (const auto& [fd, name] : {std::pair{1, "out"}, std::pair{2, "err"}})
+    for (const auto& [fd, name] : {std::pair{1, out}, std::pair{2, err}})
       ::posix_spawn_file_actions_addopen(&actions, fd, (folder_ / name).c_str(),
                                          O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    ASSERT_EQ(::posix_spawn(&pid_, kProgram, &actions, nullptr, argv.data(), envp.data()), 0);
+    ASSERT_EQ(::posix_spawn(pid, kProgram, &actions, nullptr, argv.data(), envp.data()), 0);
     ::posix_spawn_file_actions_destroy(&actions);
   }
   /// The exit status, or -1 when it was killed or did not end in time.
@@ -155,6 +159,36 @@ TEST_F(BenchRun, ComparesWithNcclAndBareCopies) {
   for (const char* line :
        {"# hoccl against nccl", "# hoccl against bare (steady)", "# hoccl against bare (single)"})
     EXPECT_NE(out().find(line), std::string::npos) << line << " is not in: " << out();
+}
+
+// `hoccl bench serve` as on another host: its rank has an environment of its own.
+TEST_F(BenchRun, ARankOnAnotherHost) {
+  const std::string file = folder_ / "host";
+  const std::vector<std::string> variables{"HOCCL_TRANSPORT=tcp", "HOCCL_SOCKET_IFNAME==lo"};
+  pid_t server = -1;
+  launch({kProgram, "bench", "serve", "--file", file}, variables, "out.there", "err.there",
+         &server);
+  ASSERT_TRUE(within(20, [&] { return fs::exists(file); }));
+  EXPECT_EQ(fs::status(file).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  start({"--remote", file, "-b", "64K", "-e", "64K", "-n", "3", "--batches", "2", "-c", "2",
+         "--json", jsonFile()},
+        variables);
+  EXPECT_EQ(wait(), 0) << out() << err() << contents(folder_ / "err.there");
+  EXPECT_NE(out().find("# errors: 0  # steered: all\n"), std::string::npos) << out() << err();
+  EXPECT_EQ(rows().at(0)["transport"], "tcp");
+  // Who does not know the key gets nothing.
+  auto host = nlohmann::json::parse(contents(file));
+  host["key"] = "0123";
+  std::ofstream(folder_ / "forged") << host;
+  start({"--remote", folder_ / "forged", "-b", "64K", "-e", "64K"}, variables);
+  EXPECT_EQ(wait(), 1) << out();
+  EXPECT_NE(err().find("bench serve"), std::string::npos) << err();
+  start({"--remote", folder_ / "none"}, variables);
+  EXPECT_EQ(wait(), 2) << out();
+  EXPECT_NE(err().find("there is no such file"), std::string::npos) << err();
+  EXPECT_TRUE(running(server));
+  ::kill(server, SIGKILL);
+  ::waitpid(server, nullptr, 0);
 }
 
 /// Direct copies beside bare ones from GPU to GPU. Model time that is long beside this CPU's.

@@ -41,9 +41,9 @@ struct FakeDevice : ibv_device {
   std::vector<FakeGid> gids;
   int mostRequests = 16384, mostCompletions = 1 << 20;
   std::uint32_t mostInline = 256;
-  int openError = 0, registerError = 0;
+  int openError = 0, registerError = 0, queueError = 0;
   int dmaBufError = 0;  ///< 0: only a descriptor that is none is refused
-  bool cut = false;  ///< nothing leaves or reaches it
+  bool cut = false;     ///< nothing leaves or reaches it
   std::uint32_t vendorError = 0x81;
   unsigned lastAccess = 0;  ///< of a registration
 
@@ -89,7 +89,8 @@ struct FakeQp : ibv_qp {
   ibv_qp_attr attributes{};  ///< of all modifications so far
   std::deque<FakeSend> sends;
   std::deque<std::uint64_t> receives;
-  std::uint32_t unpolled = 0;  ///< sends whose completion has not been taken
+  std::deque<std::uint64_t> late;  ///< sends that have arrived, and whose completion comes later
+  std::uint32_t unpolled = 0;      ///< sends whose completion has not been taken
 };
 
 class FakeFabric {
@@ -98,6 +99,7 @@ class FakeFabric {
     Arrives,
     Lost,     ///< the sender gets an error, the receiver nothing
     AckLost,  ///< the receiver has it, and the sender gets an error
+    AckLate,  ///< the receiver has it, and the sender hears so later
     Held,     ///< later
   };
   std::vector<std::unique_ptr<FakeDevice>> hosts[2];
@@ -248,6 +250,8 @@ class FakeFabric {
     return 0;
   }
   static ibv_cq* createCq(ibv_context* context, int entries) {
+    errno = deviceOf(context)->queueError;
+    if (errno != 0) return nullptr;
     auto* cq = new FakeCq{};
     cq->context = context;
     cq->most = static_cast<std::size_t>(entries);
@@ -261,7 +265,8 @@ class FakeFabric {
   }
   static ibv_qp* createQp(ibv_pd* pd, ibv_qp_init_attr* init) {
     FakeDevice& device = *deviceOf(pd->context);
-    errno = EINVAL;
+    errno = device.queueError != 0 ? device.queueError : EINVAL;
+    if (device.queueError != 0) return nullptr;
     if (init->cap.max_inline_data > device.mostInline) return nullptr;
     if (init->cap.max_send_wr > static_cast<std::uint32_t>(device.mostRequests) ||
         init->cap.max_recv_wr > static_cast<std::uint32_t>(device.mostRequests)) {
@@ -331,7 +336,7 @@ class FakeFabric {
       if (its.attributes.qp_state != IBV_QPS_RTS && its.attributes.qp_state != IBV_QPS_ERR) {
         return EINVAL;
       }
-      if (its.sends.size() + its.unpolled >= its.cap.max_send_wr) {
+      if (its.sends.size() + its.late.size() + its.unpolled >= its.cap.max_send_wr) {
         ADD_FAILURE() << "a send queue overflows";
         return ENOMEM;
       }
@@ -412,6 +417,10 @@ class FakeFabric {
     if (opcode != IBV_WC_RECV_RDMA_WITH_IMM) ++qp.unpolled;
   }
   void flush(FakeQp& qp) {
+    for (const std::uint64_t id : qp.late) {
+      complete(qp, id, IBV_WC_RDMA_WRITE, IBV_WC_WR_FLUSH_ERR);
+    }
+    qp.late.clear();
     for (const FakeSend& send : qp.sends) {
       complete(qp, send.id, IBV_WC_RDMA_WRITE, IBV_WC_WR_FLUSH_ERR);
     }
@@ -430,6 +439,12 @@ class FakeFabric {
   /// Some requests of some queue pairs, so that their order differs from that of the posts.
   void move() {
     for (auto& [number, qp] : qps_) {
+      if (!qp->late.empty() && random_() % 16 == 0) {
+        for (const std::uint64_t id : qp->late) {
+          complete(*qp, id, IBV_WC_RDMA_WRITE, IBV_WC_SUCCESS);
+        }
+        qp->late.clear();
+      }
       for (std::uint32_t left = random_() % 4; left > 0 && !qp->sends.empty(); --left) {
         if (!step(*qp)) break;
       }
@@ -472,7 +487,12 @@ class FakeFabric {
       fail(qp, IBV_WC_RETRY_EXC_ERR);
       return false;
     }
-    if (send.signaled) complete(qp, send.id, IBV_WC_RDMA_WRITE, IBV_WC_SUCCESS);
+    // In order: nothing passes an acknowledgement that is late.
+    if (send.signaled && (its == Fate::AckLate || !qp.late.empty())) {
+      qp.late.push_back(send.id);
+    } else if (send.signaled) {
+      complete(qp, send.id, IBV_WC_RDMA_WRITE, IBV_WC_SUCCESS);
+    }
     qp.sends.pop_front();
     return true;
   }

@@ -92,8 +92,32 @@ TEST_F(VerbsFailoverTest, IdlePathsOfACutRailAreFoundByTheFirstFailure) {
   }));
 }
 
+// A link that flaps, or a host that stood still, fails all queue pairs at once.
+TEST_F(VerbsFailoverTest, AFlapOfAllRailsIsSurvived) {
+  for (const int nics : {1, 2}) {
+    TearDown();
+    addNics(nics);
+    join();
+    for (const int at : {1, 30, 90}) {
+      int steps = 0;
+      bool gone = false;
+      run(100, 1000, [&] {
+        const bool cut = ++steps >= at && !gone;
+        if (cut && a_->pathsUp() == 0 && b_->pathsUp() == 0) gone = true;
+        fabric_.atomically([&] {
+          for (auto& device : fabric_.hosts[1]) device->cut = cut && !gone;
+        });
+      });
+      EXPECT_TRUE(gone) << "some queue pair was left";
+      const auto all = static_cast<std::size_t>(4 * nics);
+      EXPECT_TRUE(idleUntil([&] { return a_->pathsUp() == all && b_->pathsUp() == all; }));
+    }
+  }
+}
+
 TEST_F(VerbsFailoverTest, WithNothingLeftTheReasonNamesDevicesAddressesQueuePairAndStatus) {
   addNics(2);
+  settingsA_.lastChanceMs = settingsB_.lastChanceMs = 200;
   join();
   run(10, 10);
   fabric_.atomically([&] {

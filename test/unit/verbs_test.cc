@@ -6,7 +6,10 @@
 #include <sys/resource.h>
 
 #include <cstdlib>
+#include <functional>
+#include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -166,6 +169,46 @@ TEST(VerbsSettingsTest, OwnVariablesAheadOfNccls) {
   EXPECT_EQ(s.hcaVariable, "HOCCL_IB_HCA");
 }
 
+TEST(VerbsSettingsTest, EveryVariableByItsTwoNames) {
+  const auto text = [](auto value) { return fmt::format("{}", value); };
+  using Choice = VerbsSettings::Choice;
+  const auto word = [](Choice choice) {
+    return choice == Choice::Off ? "0" : choice == Choice::On ? "1" : "2";
+  };
+  const struct {
+    const char *own, *nccl, *ownValue, *ncclValue;
+    std::function<std::string(const VerbsSettings&)> get;
+  } all[] = {
+      {"HOCCL_IB_HCA", "NCCL_IB_HCA", "a", "b", [](const auto& s) { return s.hcaList; }},
+      {"HOCCL_IB_GID_INDEX", "NCCL_IB_GID_INDEX", "4", "5",
+       [](const auto& s) { return s.gidIndex; }},
+      {"HOCCL_IB_TC", "NCCL_IB_TC", "4", "5", [&](const auto& s) { return text(s.trafficClass); }},
+      {"HOCCL_IB_SL", "NCCL_IB_SL", "4", "5", [&](const auto& s) { return text(s.serviceLevel); }},
+      {"HOCCL_IB_PKEY", "NCCL_IB_PKEY", "4", "5", [&](const auto& s) { return text(s.pkeyIndex); }},
+      {"HOCCL_IB_TIMEOUT", "NCCL_IB_TIMEOUT", "14", "15",
+       [&](const auto& s) { return text(s.timeout); }},
+      {"HOCCL_IB_RETRY_CNT", "NCCL_IB_RETRY_CNT", "4", "5",
+       [&](const auto& s) { return text(s.retryCount); }},
+      {"HOCCL_QPS_PER_PEER", "NCCL_IB_QPS_PER_CONNECTION", "5", "6",
+       [&](const auto& s) { return text(s.qpsPerPeer); }},
+      {"HOCCL_IB_ADAPTIVE_ROUTING", "NCCL_IB_ADAPTIVE_ROUTING", "1", "0",
+       [&](const auto& s) { return word(s.adaptiveRouting); }},
+      {"HOCCL_IB_PCI_RELAXED_ORDERING", "NCCL_IB_PCI_RELAXED_ORDERING", "1", "0",
+       [&](const auto& s) { return word(s.relaxedOrdering); }},
+  };
+  for (const auto& each : all) {
+    Variables variables;
+    variables.set(each.nccl, each.ncclValue);
+    Config config = Config::defaults();
+    VerbsSettings s;
+    ASSERT_TRUE(VerbsSettings::fromEnvironment(config, &s)) << each.nccl;
+    EXPECT_EQ(each.get(s), each.ncclValue) << each.nccl;
+    ASSERT_TRUE(config.set(each.own, each.ownValue)) << each.own;
+    ASSERT_TRUE(VerbsSettings::fromEnvironment(config, &s)) << each.own;
+    EXPECT_EQ(each.get(s), each.ownValue) << each.own;
+  }
+}
+
 TEST(VerbsSettingsTest, UnsetIsMinusOneOrTheSmallestInteger) {
   for (const char* unset : {"-1", "-2147483648", ""}) {
     Variables variables;
@@ -175,6 +218,43 @@ TEST(VerbsSettingsTest, UnsetIsMinusOneOrTheSmallestInteger) {
     ASSERT_TRUE(VerbsSettings::fromEnvironment(Config::defaults(), &s)) << unset;
     EXPECT_EQ(s.trafficClass, 0);
     EXPECT_EQ(s.gidIndex, "");
+  }
+}
+
+TEST(VerbsSettingsTest, ACommunicatorsTrafficClassStandsBehindVariables) {
+  VerbsSettings s;
+  for (const int unset : {-1, std::numeric_limits<int>::min()}) {
+    ASSERT_TRUE(s.takeTrafficClass(unset, true));
+    EXPECT_EQ(s.trafficClass, 0);
+    EXPECT_EQ(s.serviceLevel, 0);
+  }
+  ASSERT_TRUE(s.takeTrafficClass(106, false));
+  EXPECT_EQ(s.trafficClass, 106);
+  EXPECT_EQ(s.serviceLevel, 0) << "on Ethernet";
+  ASSERT_TRUE(s.takeTrafficClass(5, true));
+  EXPECT_EQ(s.trafficClass, 5);
+  EXPECT_EQ(s.serviceLevel, 5) << "on InfiniBand, as NCCL has it";
+  Variables variables;
+  variables.set("NCCL_IB_TC", "42");
+  variables.set("NCCL_IB_SL", "2");
+  ASSERT_TRUE(VerbsSettings::fromEnvironment(Config::defaults(), &s));
+  ASSERT_TRUE(s.takeTrafficClass(106, true));
+  EXPECT_EQ(s.trafficClass, 42);
+  EXPECT_EQ(s.serviceLevel, 2);
+}
+
+TEST(VerbsSettingsTest, Rule10AnUnknownTrafficClassOfACommunicator) {
+  VerbsSettings s;
+  for (const auto& [value, infiniBand, allowed] :
+       {std::tuple{256, false, "0 to 255"}, {-2, false, "0 to 255"}, {16, true, "0 to 15"}}) {
+    const Status status = s.takeTrafficClass(value, infiniBand);
+    ASSERT_FALSE(status);
+    for (const std::string& part :
+         {std::to_string(value), std::string("ncclConfig.trafficClass"), std::string(allowed),
+          std::string("HOCCL_IB_TC"), std::string("NCCL_IB_TC")}) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << part << ": " << status.message();
+    }
+    EXPECT_EQ(s.trafficClass, 0);
   }
 }
 
@@ -264,8 +344,11 @@ TEST_F(VerbsNicTest, Rule10AGidIndexOutOfRange) {
 }
 
 TEST_F(VerbsNicTest, Rule10AMemoryLockLimitIsNamed) {
-  fabric_.add(0, "mlx5_0", "10.0.0.1").registerError = ENOMEM;
+  FakeDevice& device = fabric_.add(0, "mlx5_0", "10.0.0.1");
+  device.registerError = ENOMEM;
   ASSERT_TRUE(open());
+  CompletionQueue cq, none;
+  ASSERT_TRUE(CompletionQueue::create(*nics_[0], 64, &cq));
   rlimit before{}, small{};
   ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
   small = before;
@@ -275,7 +358,14 @@ TEST_F(VerbsNicTest, Rule10AMemoryLockLimitIsNamed) {
   std::vector<std::byte> memory(4096);
   const Status status =
       MemoryRegion::create(*nics_[0], settings_, memory.data(), memory.size(), &region);
+  // Some drivers lock the memory of queues.
+  device.queueError = ENOMEM;
+  QueuePair pair;
+  const Status noQueue = CompletionQueue::create(*nics_[0], 64, &none),
+               noPair = QueuePair::create(nics_[0], cq, settings_, {}, &pair);
   ::setrlimit(RLIMIT_MEMLOCK, &before);
+  expectNamed(noQueue, {"mlx5_0:1", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
+  expectNamed(noPair, {"mlx5_0:1", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
   expectNamed(status, {"mlx5_0:1", "4096 bytes", "RLIMIT_MEMLOCK is 64 KiB", "ulimit -l"});
 }
 

@@ -14,6 +14,7 @@
 #include "tools/bench/options.h"
 #include "tools/bench/rank_process.h"
 #include "tools/bench/registration_command.h"
+#include "tools/bench/remote_rank.h"
 
 namespace hoccl {
 namespace {
@@ -71,6 +72,11 @@ void addRunOptions(CLI::App* command, bench::CommandLine* line) {
       ->add_option("--compare", line->compare,
                    "measure this as well and set it beside: nccl, bare or nccl,bare")
       ->delimiter(',');
+  command
+      ->add_option("--remote", line->remotes,
+                   "the last rank runs on another host, where `hoccl bench serve` has written "
+                   "this file; with several files the last ranks, one each")
+      ->delimiter(',');
   command->add_option("--json", line->jsonFile, "write the rows to this file");
   command->add_option("--timeout", line->timeoutSeconds,
                       "seconds a rank may be silent before the run ends (default 60)");
@@ -120,6 +126,14 @@ void addBenchCommand(CLI::App& app, int* exitCode) {
   bench::addRegistrationCommand(*bench, registration)->callback([registration, exitCode] {
     runInto(exitCode, [&] { return bench::runRegistrationBench(*registration, ownCommandLine()); });
   });
+
+  auto file = std::make_shared<std::string>();
+  CLI::App* serve =
+      bench->add_subcommand("serve", "start ranks for a bench on another host (--remote there)");
+  serve->add_option("--file", *file, "address and key are written to it; both hosts need it")
+      ->required();
+  serve->callback(
+      [file, exitCode] { runInto(exitCode, [&] { return bench::serveRanks(*file); }); });
 
   auto parent = std::make_shared<int>(0);
   CLI::App* rank = app.add_subcommand("bench-rank", "One rank process of a bench");

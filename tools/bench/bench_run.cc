@@ -97,6 +97,7 @@ class BenchRun {
   Locations locations_{""};
   Setting setting_;
   std::string emulatorPath_, whyEmulated_, shim_, ncclTransport_;
+  std::vector<RemoteHost> remotes_;
   int sets_ = 0;
   ScratchFolder scratch_;
   Progress progress_;
@@ -180,6 +181,14 @@ RankSetPlan BenchRun::plan(const std::string& impl) {
     environment.extra.push_back(
         fmt::format("ASAN_OPTIONS={}{}verify_asan_link_order=0", set ? set : "", set ? ":" : ""));
 #endif
+    if (rank >= options.ranksHere()) {
+      // That host has a folder of its own for such files.
+      std::erase_if(environment.extra,
+                    [](const std::string& e) { return e.starts_with("TMPDIR="); });
+      plan.remotes.push_back(
+          {remotes_[static_cast<std::size_t>(rank - options.ranksHere())], environment});
+      continue;
+    }
     plan.environments.push_back(environment.applyTo(base));
   }
   return plan;
@@ -321,6 +330,9 @@ int BenchRun::run(const CommandLine& line) {
   Status status = Config::fromEnvironment(&config_);
   if (!status) return fail(kUsage, status);
   if (!(status = completeOptions(line, false, &setting_.options))) return fail(kUsage, status);
+  for (const std::string& file : setting_.options.remotes) {
+    if (!(status = readRemoteHost(file, &remotes_.emplace_back()))) return fail(kUsage, status);
+  }
   setting_.ncclLibrary = config_.ncclLib;
   setting_.progress = [this](const std::string& text) { progress_.show(text); };
   if (!(status = Locations::ofThisProgram(&locations_))) return fail(kFailed, status);

@@ -23,6 +23,8 @@ Json openCommand(const Setting& setting, const char* kind, int rank) {
           {"gpu", rank},
           {"rank", rank},
           {"ranks", options.ranks},
+          // Those that share a page on which they meet.
+          {"meeting", rank < options.ranksHere() ? options.ranksHere() : 1},
           {"op", factsOf(options.operation).name},
           {"root", options.root},
           {"pattern", static_cast<int>(options.pattern)},

@@ -194,6 +194,12 @@ Status completeOptions(const CommandLine& line, bool emulated, Options* out) {
   options.timeoutMs = static_cast<std::uint64_t>(timeout) * 1000;
   options.jsonFile = line.jsonFile;
   options.sameNode = line.sameNode;
+  options.remotes = line.remotes;
+  if (options.remotes.size() >= static_cast<std::size_t>(options.ranks))
+    return bad(fmt::format("--remote names {} hosts for {} ranks: the first rank runs here",
+                           options.remotes.size(), options.ranks));
+  if (!options.remotes.empty() && options.sameNode)
+    return bad("--same-node and --remote exclude each other: ranks on two hosts are on two nodes");
 
   if (!(status = completeSizes(line, emulated, &options))) return status;
   if (options.operation == Operation::SendRecv && !(status = completePattern(line, &options)))
@@ -213,6 +219,8 @@ Status completeOptions(const CommandLine& line, bool emulated, Options* out) {
     if (other == options.impl)
       return bad(fmt::format("--compare {} compares with itself: --impl is {}", other, other));
   }
+  if (!options.remotes.empty() && (options.impl == "bare" || options.compareBare))
+    return bad("the bare copies have nothing to do with another host: leave out --remote or bare");
   *out = std::move(options);
   return {};
 }

@@ -33,6 +33,7 @@ struct CommandLine {
   std::optional<long long> iters, batches, warmup, check, ranks, offset, timeoutSeconds, root, skew;
   std::string dataType = "uint8", pattern, impl = "hoccl", jsonFile;
   std::vector<std::string> compare;
+  std::vector<std::string> remotes;  ///< files of `hoccl bench serve`
   bool sameNode = false, grouped = false;
 };
 
@@ -56,6 +57,9 @@ struct Options {
   std::uint64_t timeoutMs = 60000;
   std::string impl = "hoccl", jsonFile;
   bool compareNccl = false, compareBare = false, sameNode = false;
+  std::vector<std::string> remotes;  ///< the last ranks run there, one for each
+
+  [[nodiscard]] int ranksHere() const { return ranks - static_cast<int>(remotes.size()); }
 };
 
 /// Completes and checks the command line. The default sweep depends on `emulated`. Error: names the
@@ -74,8 +78,8 @@ struct IterationPlan {
   int singles = 0;            ///< bare copies, one at a time
 };
 /// What the user did not fix is chosen so that a size takes about `budgetNs`, given what one
-/// iteration of the warm-up took, within 2 to 20 iterations, 3 to 5 batches, and 3 to 50 bursts of 4 to
-/// 20 (as many as nccl-tests has in a batch) for the launch cost.
+/// iteration of the warm-up took, within 2 to 20 iterations, 3 to 5 batches, and 3 to 50 bursts of
+/// 4 to 20 (as many as nccl-tests has in a batch) for the launch cost.
 IterationPlan planIterations(const Options& options, double iterationNs, double budgetNs);
 
 }  // namespace hoccl::bench

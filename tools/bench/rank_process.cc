@@ -63,7 +63,8 @@ class RankProcess {
       if (what == "verify")
         return transfers_->verify(shapeOf(command), command.at("number"), answer);
       if (what == "launch")
-        return transfers_->launch(shapeOf(command), command.at("burst"), command.at("count"), answer);
+        return transfers_->launch(shapeOf(command), command.at("burst"), command.at("count"),
+                                  answer);
       if (what == "counts") return transfers_->counts(answer);
     }
     return Status::error(Code::Internal, fmt::format("a rank was asked to '{}'", what));
@@ -100,6 +101,7 @@ class RankProcess {
     RankPlan plan;
     plan.rank = command.at("rank");
     plan.operation = operation;
+    plan.meeting = command.at("meeting");
     plan.grouped = command.at("grouped");
     plan.dataType = command.at("dataType");
     plan.maxBytes = command.at("maxBytes");

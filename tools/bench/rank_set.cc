@@ -45,7 +45,8 @@ Status RankSet::start(const RankSetPlan& plan, std::unique_ptr<RankSet>* out) {
   std::unique_ptr<RankSet> set(new RankSet);
   set->name_ = plan.name;
   set->timeoutMs_ = plan.timeoutMs;
-  set->ranks_.resize(plan.environments.size());
+  const std::size_t here = plan.environments.size();
+  set->ranks_.resize(here + plan.remotes.size());
   Status status = SharedMemory::create("hoccl-bench", kStartPageBytes, &set->page_);
   if (!status) return status;
   if (plan.captureOutput) {
@@ -54,8 +55,10 @@ Status RankSet::start(const RankSetPlan& plan, std::unique_ptr<RankSet>* out) {
     // Several processes write to it: each at the end of what is there.
     ::fcntl(set->output_.get(), F_SETFL, O_APPEND);
   }
-  for (std::size_t i = 0; i < set->ranks_.size(); ++i)
+  for (std::size_t i = 0; i < here; ++i)
     if (!(status = set->spawn(plan, i))) return status;
+  for (std::size_t i = here; i < set->ranks_.size(); ++i)
+    if (!(status = set->startRemote(plan.remotes[i - here], i))) return status;
   *out = std::move(set);
   return {};
 }
@@ -92,6 +95,18 @@ Status RankSet::spawn(const RankSetPlan& plan, std::size_t index) {
   return {};
 }
 
+Status RankSet::startRemote(const RemoteRank& where, std::size_t index) {
+  UniqueFd channel;
+  Status status = startRemoteRank(where.host, where.environment, timeoutMs_, &channel);
+  if (!status) return status.inContext(fmt::format("rank {}", index));
+  Rank& rank = ranks_[index];
+  rank.remote = true;
+  rank.channel = LineChannel(std::move(channel));
+  rank.heardNs = monotonicNs();
+  pids_.push_back(-1);
+  return {};
+}
+
 RankSet::~RankSet() { killAll(); }
 
 void RankSet::killAll() {
@@ -105,6 +120,11 @@ void RankSet::killAll() {
 }
 
 std::string RankSet::endOf(Rank* rank, std::uint64_t timeoutMs, bool* good) {
+  // Its end there is that of its channel.
+  if (rank->remote) {
+    *good = true;
+    return "on another host has closed its channel";
+  }
   const Deadline deadline = Deadline::afterMs(timeoutMs);
   for (;;) {
     int state = 0;

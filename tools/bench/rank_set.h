@@ -12,15 +12,23 @@
 #include "common/base/shared_memory.h"
 #include "common/base/status.h"
 #include "tools/bench/line_channel.h"
+#include "tools/bench/remote_rank.h"
 
 namespace hoccl::bench {
+
+/// Where a rank of another host runs, and the changes to that host's environment.
+struct RemoteRank {
+  RemoteHost host;
+  RankEnvironment environment;
+};
 
 /// How the processes of a rank set are started.
 struct RankSetPlan {
   std::string name;                                    ///< for messages: "hoccl", "nccl", "bare"
   std::string program;                                 ///< executable
   std::vector<std::string> arguments;                  ///< after the program's name
-  std::vector<std::vector<std::string>> environments;  ///< one per rank
+  std::vector<std::vector<std::string>> environments;  ///< one per rank of this host
+  std::vector<RemoteRank> remotes;                     ///< the ranks behind those
   std::uint64_t timeoutMs = 60000;  ///< longest silence of a rank that has something to do
   bool captureOutput = false;       ///< keep what ranks write to standard output, see output()
 };
@@ -47,11 +55,13 @@ class RankSet {
   Status finish();
   /// What the ranks wrote to standard output, with captureOutput.
   [[nodiscard]] std::string output() const;
+  /// By rank; -1: on another host.
   [[nodiscard]] const std::vector<pid_t>& pids() const { return pids_; }
 
  private:
   struct Rank {
-    pid_t pid = -1;
+    pid_t pid = -1;  ///< -1 as long as it does not run, and on another host
+    bool remote = false;
     LineChannel channel;
     std::string stage = "starting";
     std::uint64_t heardNs = 0;
@@ -61,6 +71,7 @@ class RankSet {
 
   RankSet() = default;
   Status spawn(const RankSetPlan& plan, std::size_t index);
+  Status startRemote(const RemoteRank& where, std::size_t index);
   void takeMessages(Rank* rank, nlohmann::json* answer);
   /// How the process ended, waiting for it up to `timeoutMs`; "" if it has not.
   std::string endOf(Rank* rank, std::uint64_t timeoutMs, bool* good);

@@ -89,7 +89,7 @@ Status RankTransfers::drain() {
 
 Status RankTransfers::transfer(const Shape& shape, int count, nlohmann::json* answer) {
   const RankLayout layout = this->layout(shape);
-  HOCCL_RETURN_IF_ERROR(start_->meet(ranks(), plan_.timeoutMs));
+  HOCCL_RETURN_IF_ERROR(start_->meet(plan_.meeting, plan_.timeoutMs));
   const std::uint64_t begin = monotonicNs();
   for (int i = 0; i < count; ++i) HOCCL_RETURN_IF_ERROR(issue(layout));
   HOCCL_RETURN_IF_ERROR(drain());
@@ -106,7 +106,7 @@ Status RankTransfers::verify(const Shape& shape, std::uint64_t number, nlohmann:
 
 Status RankTransfers::launch(const Shape& shape, int burst, int count, nlohmann::json* answer) {
   const RankLayout layout = this->layout(shape);
-  HOCCL_RETURN_IF_ERROR(start_->meet(ranks(), plan_.timeoutMs));
+  HOCCL_RETURN_IF_ERROR(start_->meet(plan_.meeting, plan_.timeoutMs));
   std::vector<std::uint64_t> first, following;
   for (int i = 0; i < count; ++i) {
     // The first after a wait also pays for caches that have gone cold, and perhaps for waking the
@@ -130,12 +130,9 @@ Status RankTransfers::counts(nlohmann::json* answer) {
   HOCCL_RETURN_IF_ERROR(readSteeringCounts(&steering));
   (*answer)["steering"] = nullptr;
   if (steering.known)
-    (*answer)["steering"] = {{"staged", steering.staged},
-                             {"app-copies", steering.appCopies},
-                             {"direct", steering.direct},
-                             {"nccl", steering.nccl},
-                             {"transport", steering.transport},
-                             {"reasons", steering.reasons}};
+    (*answer)["steering"] = {{"staged", steering.staged},       {"app-copies", steering.appCopies},
+                             {"direct", steering.direct},       {"nccl", steering.nccl},
+                             {"transport", steering.transport}, {"reasons", steering.reasons}};
   const EmulatorCounters emulator = device_->emulatorCounters();
   (*answer)["emulator"] = nullptr;
   if (emulator.known)

@@ -18,6 +18,7 @@ namespace hoccl::bench {
 struct RankPlan {
   int rank = 0;
   OperationPlan operation;
+  unsigned meeting = 0;  ///< ranks of this host, which start together
   bool grouped = false;
   int dataType = 0;  ///< ncclDataType_t
   std::uint64_t maxBytes = 0, offset = 0, timeoutMs = 0;
@@ -48,8 +49,8 @@ class RankTransfers {
   /// Answers "wrong": bytes that are not what transfer `number` had to bring, or were written past
   /// it.
   Status verify(const Shape& shape, std::uint64_t number, nlohmann::json* answer);
-  /// `count` bursts of `burst` transfers. Answers the time inside the NCCL calls: "launchIdleNs" of each
-  /// first, onto an idle stream, and "launchNs" of those right behind it.
+  /// `count` bursts of `burst` transfers. Answers the time inside the NCCL calls: "launchIdleNs" of
+  /// each first, onto an idle stream, and "launchNs" of those right behind it.
   Status launch(const Shape& shape, int burst, int count, nlohmann::json* answer);
   /// Answers "steering" (staged, nccl, transport, reasons) and "emulator" (kernels, lateNs), null
   /// where unknown.

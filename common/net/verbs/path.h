@@ -53,6 +53,9 @@ struct Path {
   bool peerTries = false;  ///< `again` is what the peer has made for the next try
   bool answered = false;   ///< the peer has connected its new queue pair to this side's
   verbs_wire::PathEnd again;
+  /// Accepting side: the peer has given up its queue pair of this generation while this side's was
+  /// being made; 0: none.
+  std::uint32_t givenUp = 0;
 
   /// It may carry something, now or (at the set-up, or being tried again) as soon as it is known to
   /// work.

@@ -4,6 +4,9 @@
 //   fails (a completion, or the peer's report) → stopped, until all that was posted has come back
 //   → the peer is told what has arrived here → its report: what it lacks goes over other paths
 //   → later: a new queue pair for the path, made by the connecting side's order → probed → in use
+//
+// What fails all queue pairs of a NIC may be over in a moment (a link that flaps, a host that stood
+// still): with none left that has worked, new ones are tried for a while before that is the end.
 
 #include <fmt/format.h>
 
@@ -34,7 +37,7 @@ std::string Path::text() const {
 }
 
 /// One that has failed and is being tried again is no hope: else a dead network would go on for
-/// ever.
+/// ever. noneLeft gives it its time.
 bool PathSet::anyAlive() const {
   return std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
     return p.state == Path::State::Up || (p.alive() && p.generation == 1);
@@ -95,10 +98,7 @@ void PathSet::takeDown(Path& path, const std::string& why) {
        path.text(), why,
        std::count_if(paths_.begin(), paths_.end(), [](const Path& p) { return p.alive(); }),
        paths_.size());
-  if (!ending && !anyAlive()) {
-    end(fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why));
-    return;
-  }
+  if (!ending && !anyAlive()) return noneLeft(path, why);
   // What broke it may have broken others that carry nothing just now: they are asked at once, not
   // when their turn comes.
   for (Path& other : paths_) {
@@ -106,9 +106,24 @@ void PathSet::takeDown(Path& path, const std::string& why) {
   }
 }
 
+void PathSet::noneLeft(const Path& path, const std::string& why) {
+  lastProblem_ = fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why);
+  if (!stood_ || settings_.lastChanceMs == 0) return end(lastProblem_);
+  if (lastChance()) return;
+  logWarn("verbs: no queue pair to {} is left; new ones are tried for {} ms (HOCCL_TIMEOUT_MS)",
+          path.rail->peerText, settings_.lastChanceMs);
+  const std::uint64_t now = monotonicNs();
+  lastChanceByNs_ = now + settings_.lastChanceMs * 1'000'000;
+  for (Path& each : paths_) each.retryAtNs = std::min(each.retryAtNs, now);
+}
+
 void PathSet::tendPaths() {
   const std::uint64_t now = monotonicNs();
-  failedOver_ = false;
+  if (lastChance() && now >= lastChanceByNs_ && !gone() && !user_.ending()) {
+    return end(fmt::format("{}; no new one has worked within {} ms (HOCCL_TIMEOUT_MS)",
+                           lastProblem_, settings_.lastChanceMs));
+  }
+  failedOver_ = lastChance();
   Mender::Order order;
   if (mender_.take(&order)) onMended(std::move(order));
   for (Path& path : paths_) {
@@ -130,7 +145,8 @@ void PathSet::drainedPath(Path& path) {
   path.sends = path.receives = path.usedReceives = 0;
   path.bytes = 0;
   path.state = Path::State::Resting;
-  path.retryAtNs = monotonicNs() + path.backoffNs;
+  path.retryAtNs =
+      monotonicNs() + (lastChance() ? std::min(path.backoffNs, kFirstBackoffNs) : path.backoffNs);
   path.reportDue = true;
 }
 
@@ -147,11 +163,27 @@ void PathSet::sendReport(Path& path) {
 void PathSet::onReport(const verbs_wire::Report& report) {
   if (report.path >= paths_.size()) return nonsense("a report of a path that does not exist");
   Path& path = paths_[report.path];
+  if (!connecting_ && report.generation == path.generation + 1) return onGivenUp(path, report);
   if (report.generation != path.generation || path.peerReported) return;
   takeDown(path, fmt::format("its side says: {}", verbs_wire::getText(report.why)));
   if (gone()) return;
   path.peerReported = true;
   user_.failedOver(path, report);
+}
+
+/// Accepting side: the peer has given up a new queue pair before this side has made its own.
+/// Nothing has gone over it, but the peer goes on only when this side has given it up, too.
+void PathSet::onGivenUp(Path& path, const verbs_wire::Report& report) {
+  if (path.state == Path::State::Mending) {
+    path.givenUp = report.generation;  // until the mender has done
+    return;
+  }
+  if (path.state != Path::State::Resting) return nonsense("a report of a queue pair to come");
+  path.generation = report.generation;
+  path.problem = fmt::format("its side says: {}", verbs_wire::getText(report.why));
+  path.peerTries = false;
+  path.peerReported = path.reportDue = true;
+  failedOver_ = true;
 }
 
 // --- And into use again --------------------------------------------------------------------------
@@ -195,6 +227,10 @@ void PathSet::onMended(Mender::Order order) {
     path.generation = order.generation;
     path.receives = path.pair ? shape_.receiveDepth : 0;
     path.peerReported = path.answered = false;
+  }
+  if (path.givenUp == path.generation) {
+    path.peerReported = true;
+    return takeDown(path, "its side has given it up");
   }
   if (!order.status) return takeDown(path, order.status.message());
   if (order.kind == Mender::Order::Kind::Connect) {

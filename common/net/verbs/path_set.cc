@@ -97,6 +97,8 @@ void PathSet::onCompletion(const ibv_wc& completion) {
       if (path.state != Path::State::Probing) break;
       path.state = Path::State::Up;
       path.upSinceNs = monotonicNs();
+      stood_ = true;
+      lastChanceByNs_ = 0;
       if (path.generation > 1) logInfo("verbs: {} is in use again", path.text());
       break;
     case WorkId::Kind::Body:

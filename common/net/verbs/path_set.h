@@ -109,6 +109,8 @@ class PathSet {
   [[nodiscard]] bool settling() const;
   /// Some path is not in use and may be again.
   [[nodiscard]] bool failing() const { return failedOver_; }
+  /// None is, and new ones are being tried before that is the end.
+  [[nodiscard]] bool lastChance() const { return lastChanceByNs_ != 0; }
   [[nodiscard]] std::uint64_t sendsOut() const { return sendsOut_; }
   [[nodiscard]] std::size_t up() const;
   [[nodiscard]] std::size_t upAt(const Rail& rail) const;
@@ -128,10 +130,12 @@ class PathSet {
   void onCompletion(const ibv_wc& completion);
   void probe(Path& path);
   void takeDown(Path& path, const std::string& why);
+  void noneLeft(const Path& path, const std::string& why);
   void tendPaths();
   void drainedPath(Path& path);
   void sendReport(Path& path);
   void onReport(const verbs_wire::Report& report);
+  void onGivenUp(Path& path, const verbs_wire::Report& report);
   void mend(Path& path);
   void connectMended(Path& path);
   void onMended(Mender::Order order);
@@ -152,6 +156,9 @@ class PathSet {
   bool failedOver_ = false;     ///< some path is neither up nor unusable: tendPaths has work
   std::uint64_t sendsOut_ = 0;  ///< over all paths
   bool offered_ = false, settled_ = false;
+  bool stood_ = false;  ///< some path has been up
+  std::uint64_t lastChanceByNs_ = 0;
+  std::string lastProblem_;
   Mender mender_;
   std::atomic<bool> gone_{false};
   std::string goneText_;  ///< written before gone_

@@ -77,6 +77,8 @@ void PathSet::offer() {
   verbs_wire::Offer offer;
   offer.rails = static_cast<std::uint32_t>(rails_.size());
   offer.pairs = settings_.qpsPerPeer;
+  offer.trafficClass = settings_.trafficClass;
+  offer.serviceLevel = settings_.serviceLevel;
   offer.base = reinterpret_cast<std::uint64_t>(base_);
   for (std::size_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = *rails_[r];
@@ -103,6 +105,10 @@ void PathSet::onOffer(const verbs_wire::Offer& offer) {
     return nonsense(fmt::format("{} NICs with {} queue pairs", offer.rails, offer.pairs));
   }
   peerBase_ = offer.base;
+  if (!connecting_) {
+    settings_.trafficClass = offer.trafficClass;
+    settings_.serviceLevel = offer.serviceLevel & 15;
+  }
   for (std::size_t r = 0; r < rails_.size(); ++r) {
     const verbs_wire::RailOffer& its = offer.rail[r];
     rails_[r]->peerAddress = its.address;

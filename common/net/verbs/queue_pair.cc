@@ -27,8 +27,10 @@ unsigned accessOf(const VerbsSettings& settings) {
              : access | IBV_ACCESS_RELAXED_ORDERING;
 }
 
-std::string memlockText() {
+/// What to do about memory that cannot be locked; drivers lock that of their queues, too.
+std::string memlockText(int error) {
   rlimit limit{};
+  if (error != ENOMEM && error != EAGAIN && error != EPERM) return {};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
   return fmt::format(
       ". RLIMIT_MEMLOCK is {} KiB here: raise it (ulimit -l unlimited, in Slurm "
@@ -45,9 +47,10 @@ Status CompletionQueue::create(const Nic& nic, std::uint32_t entries, Completion
   queue.cq_ = nic.library().createCq(nic.context(),
                                      static_cast<int>(std::min(entries, nic.mostCompletions())));
   if (!queue.cq_) {
-    return Status::fromErrno(
-        fmt::format("{} gives no completion queue of {} entries", nic.text(), entries),
-        errorOf(ENOMEM));
+    const int error = errorOf(ENOMEM);
+    const Status why = Status::fromErrno(
+        fmt::format("{} gives no completion queue of {} entries", nic.text(), entries), error);
+    return Status::error(why.code(), why.message() + memlockText(error));
   }
   *out = std::move(queue);
   return {};
@@ -64,8 +67,7 @@ Status MemoryRegion::create(const Nic& nic, const VerbsSettings& settings, void*
     const int error = errorOf(ENOMEM);
     const Status why = Status::fromErrno(
         fmt::format("{} cannot register {} bytes of memory", nic.text(), bytes), error);
-    const bool memory = error == ENOMEM || error == EAGAIN || error == EPERM;
-    return Status::error(Code::System, why.message() + (memory ? memlockText() : std::string()));
+    return Status::error(why.code(), why.message() + memlockText(error));
   }
   *out = std::move(region);
   return {};
@@ -166,11 +168,13 @@ Status QueuePair::create(std::shared_ptr<const Nic> nic, const CompletionQueue& 
     pair.qp_ = device.library().createQp(device.pd(), &attributes);
   }
   if (!pair.qp_) {
-    return Status::fromErrno(
-        fmt::format("{} gives no queue pair of {} sends and {} receives (HOCCL_SLOTS, "
-                    "HOCCL_QPS_PER_PEER)",
-                    device.text(), shape.sendDepth, shape.receiveDepth),
-        errorOf(ENOMEM));
+    const int error = errorOf(ENOMEM);
+    const Status why =
+        Status::fromErrno(fmt::format("{} gives no queue pair of {} sends and {} receives "
+                                      "(HOCCL_SLOTS, HOCCL_QPS_PER_PEER)",
+                                      device.text(), shape.sendDepth, shape.receiveDepth),
+                          error);
+    return Status::error(why.code(), why.message() + memlockText(error));
   }
   pair.inlineBytes_ = attributes.cap.max_inline_data;
   ibv_qp_attr init = initAttributes(device, settings);

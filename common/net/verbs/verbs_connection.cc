@@ -102,9 +102,9 @@ void VerbsConnection::watch() {
 
 bool VerbsConnection::busy() const {
   if (peerGone()) return false;
-  return set_.sendsOut() > 0 || set_.settling() || receiving_.next < nudgedUpTo_ ||
-         !queue_.empty() || sending_.toPost() || creditsDue_ != 0 ||
-         controlReady_.load(std::memory_order_relaxed);
+  return set_.sendsOut() > 0 || set_.settling() || set_.lastChance() ||
+         receiving_.next < nudgedUpTo_ || !queue_.empty() || sending_.toPost() ||
+         creditsDue_ != 0 || controlReady_.load(std::memory_order_relaxed);
 }
 
 bool VerbsConnection::drained() const {

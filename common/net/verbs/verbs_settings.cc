@@ -65,6 +65,7 @@ Status choice(const Named& named, const char* what, VerbsSettings::Choice* out) 
 
 Status VerbsSettings::fromEnvironment(const Config& config, VerbsSettings* out) {
   VerbsSettings s;
+  s.lastChanceMs = config.timeoutMs;
   if (const Named hca = pick(config.ibHca, "HOCCL_IB_HCA", "NCCL_IB_HCA"); hca.text) {
     s.hcaList = *hca.text;
     s.hcaVariable = hca.variable;
@@ -86,10 +87,13 @@ Status VerbsSettings::fromEnvironment(const Config& config, VerbsSettings* out) 
     const char *ownName, *ncclName, *what;
     std::int64_t lowest, highest;
     std::uint8_t* out;
+    bool* said = nullptr;
   };
   const Small smalls[] = {
-      {&config.ibTc, "HOCCL_IB_TC", "NCCL_IB_TC", "traffic class", 0, 255, &s.trafficClass},
-      {&config.ibSl, "HOCCL_IB_SL", "NCCL_IB_SL", "service level", 0, 15, &s.serviceLevel},
+      {&config.ibTc, "HOCCL_IB_TC", "NCCL_IB_TC", "traffic class", 0, 255, &s.trafficClass,
+       &s.trafficClassSaid},
+      {&config.ibSl, "HOCCL_IB_SL", "NCCL_IB_SL", "service level", 0, 15, &s.serviceLevel,
+       &s.serviceLevelSaid},
       {&config.ibTimeout, "HOCCL_IB_TIMEOUT", "NCCL_IB_TIMEOUT", "timeout exponent", 1, 31,
        &s.timeout},
       {&config.ibRetryCnt, "HOCCL_IB_RETRY_CNT", "NCCL_IB_RETRY_CNT", "retry count", 0, 7,
@@ -97,6 +101,9 @@ Status VerbsSettings::fromEnvironment(const Config& config, VerbsSettings* out) 
   };
   for (const Small& each : smalls) {
     const Named named = pick(*each.own, each.ownName, each.ncclName);
+    const bool said =
+        named.text && !(parseNumber(*named.text) && saysUnset(*parseNumber(*named.text)));
+    if (each.said != nullptr) *each.said = said;
     if (Status status = number(named, each.what, each.lowest, each.highest, each.out); !status)
       return status;
   }
@@ -123,6 +130,24 @@ Status VerbsSettings::fromEnvironment(const Config& config, VerbsSettings* out) 
     return status;
   }
   *out = std::move(s);
+  return {};
+}
+
+Status VerbsSettings::takeTrafficClass(int value, bool infiniBand) {
+  if (saysUnset(value)) return {};
+  const bool asLevel = infiniBand && !serviceLevelSaid;
+  const int highest = asLevel ? 15 : 255;
+  if (value < 0 || value > highest) {
+    return Status::error(
+        Code::InvalidConfig,
+        fmt::format(
+            "ncclConfig.trafficClass={} is no {}; allowed: 0 to {}, or -1 for the default "
+            "(HOCCL_IB_TC and HOCCL_IB_SL, else NCCL_IB_TC and NCCL_IB_SL, are ahead of it)",
+            value, asLevel ? "service level (the NICs are InfiniBand's)" : "traffic class",
+            highest));
+  }
+  if (!trafficClassSaid) trafficClass = static_cast<std::uint8_t>(value);
+  if (asLevel) serviceLevel = static_cast<std::uint8_t>(value);
   return {};
 }
 

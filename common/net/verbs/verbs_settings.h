@@ -21,11 +21,14 @@ struct VerbsSettings {
   unsigned qpsPerPeer = 4;  ///< queue pairs per NIC and peer
   std::uint8_t trafficClass = 0;
   std::uint8_t serviceLevel = 0;
+  bool trafficClassSaid = false, serviceLevelSaid = false;  ///< by a variable
   std::uint16_t pkeyIndex = 0;
   /// 4.096 us * 2^timeout until a packet is sent again. With `retryCount` 7 a dead path shows
   /// within about 1 to 4 s, inside rule 9's bound (NCCL's default, 20, takes half a minute).
   std::uint8_t timeout = 15;
   std::uint8_t retryCount = 7;
+  /// HOCCL_TIMEOUT_MS: with no working queue pair left, new ones are tried for so long.
+  std::uint64_t lastChanceMs = 5000;
   /// Auto: on InfiniBand, off on RoCE, as NCCL has it.
   Choice adaptiveRouting = Choice::Auto;
   std::uint64_t adaptiveThreshold = 8192;  ///< bytes; smaller writes are one packet or two
@@ -35,6 +38,10 @@ struct VerbsSettings {
   static constexpr unsigned kMostQps = 16;
   /// All variables; one that makes no sense is an error that names it and what is allowed.
   static Status fromEnvironment(const Config& config, VerbsSettings* out);
+  /// A communicator's traffic class (ncclConfig.trafficClass; -1 or the smallest integer: none).
+  /// What variables say is ahead of it. On InfiniBand, whose packets have no traffic class inside a
+  /// subnet, it is the service level, too, as NCCL has it. An error says what is allowed.
+  Status takeTrafficClass(int value, bool infiniBand);
 };
 
 }  // namespace hoccl

@@ -17,7 +17,7 @@
 
 namespace hoccl::verbs_wire {
 
-inline constexpr std::uint32_t kVersion = 2;
+inline constexpr std::uint32_t kVersion = 3;
 
 /// Beside the kinds of whoever uses the paths, on the same socket.
 enum Kind : std::uint16_t {
@@ -48,7 +48,8 @@ struct RailOffer {
 struct Offer {
   std::uint32_t version = kVersion;
   std::uint32_t rails = 0, pairs = 0;  ///< of what this side has; the smaller numbers are used
-  std::uint32_t padding = 0;
+  std::uint8_t trafficClass = 0, serviceLevel = 0;  ///< the connecting side's count for both
+  std::uint16_t padding = 0;
   std::uint64_t base = 0;  ///< of the registered memory, laid out alike on both sides
   std::array<RailOffer, kMostRails> rail{};
 };

@@ -20,6 +20,7 @@ struct WorkId {
     Probe
   };
   static constexpr std::uint64_t kBytesUnit = 4096;
+  static constexpr std::uint32_t kMostSlots = 256;
 
   Kind kind = Kind::Receive;
   std::uint8_t path = 0;

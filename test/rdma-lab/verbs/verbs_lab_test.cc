@@ -64,6 +64,7 @@ class VerbsLab : public ::testing::Test {
     settings_.retryCount = 6;
     settings_.timeout = 16;
     settings_.qpsPerPeer = 2;
+    settings_.lastChanceMs = 3000;
     SocketAddress local;
     ASSERT_TRUE(SocketAddress::parse(environment("MANAGEMENT_ADDRESS"), &local));
     Status status =
