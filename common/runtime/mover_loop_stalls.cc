@@ -114,7 +114,6 @@ void MoverLoop::onStalled(Link& link, const Message& message) {
   const auto index = static_cast<std::size_t>(peer);
   PairCounts& counts = communicator->info.counts[index];
   PairDirection& own = theirSend ? counts.receives : counts.sends;
-  if (own.steered.load(std::memory_order_acquire) > message.pairSequence) return;  // on its way
   Communicator::Pair& pair = communicator->pairs[index];
   StallWatch& watch = theirSend ? pair.receiveWatch : pair.sendWatch;
   watch.theirs = message.pairSequence;
@@ -135,12 +134,13 @@ void MoverLoop::onDisagree(Communicator& communicator, const OpDescriptor& descr
   const StallWatch& watch =
       send ? communicator.pairs[index].sendWatch : communicator.pairs[index].receiveWatch;
   const auto link = links_.find(communicator.info.peers[index].mover);
-  if (watch.theirs == StallWatch::kNone || link == links_.end() ||
+  if (watch.theirs == StallWatch::kNone ||
       !disagree(descriptor.pairSequence, descriptor.passed, watch.theirs, watch.theirPassed)) {
     return;
   }
-  mismatch(communicator, link->second.get(), descriptor.peer, watch.theirs, send, descriptor.bytes,
-           watch.theirBytes);
+  // The peer may have gone since it told: then this side learns of it all the same.
+  mismatch(communicator, link == links_.end() ? nullptr : link->second.get(), descriptor.peer,
+           watch.theirs, send, descriptor.bytes, watch.theirBytes);
 }
 
 }  // namespace hoccl
