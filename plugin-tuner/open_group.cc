@@ -27,9 +27,8 @@ ncclResult_t untilLaunched(const Launcher& launcher, ncclResult_t result) {
   return result;
 }
 
-/// NCCL's part of a group that does happen.
+/// NCCL's part of a group that does happen and whose calls have been published.
 ncclResult_t endReal(const OpenGroup& open) {
-  publishAll(open.passed);
   const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
   if (result != ncclSuccess && result != ncclInProgress) takeBackAll(open.passed, true);
   return result;
@@ -42,17 +41,30 @@ void failReal(const OpenGroup& open) {
   (void)callReal(realNccl.ncclSend, nullptr, 0, ncclInt8, 0, nullptr, nullptr);
 }
 
+/// Of a group one of whose calls failed nothing happens, as with NCCL.
+ncclResult_t endFailed(const OpenGroup& open) {
+  failReal(open);
+  // The peers count its operations: the communicators cannot go on.
+  for (const PendingOp& op : open.launcher.ops()) {
+    if (!op.comm->health()) continue;  // for a reason that says more
+    op.comm->fail(Status::error(Code::Aborted, "a call in the same group failed"));
+  }
+  const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
+  return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
+}
+
 ncclResult_t endOutermost(OpenGroup& open) {
   if (open.failed != ncclSuccess) {
-    failReal(open);
     takeBackAll(open.passed, false);
-    // As with NCCL nothing of the group happens. The peers count its operations: the communicators
-    // cannot go on.
-    for (const PendingOp& op : open.launcher.ops()) {
-      op.comm->fail(Status::error(Code::Aborted, "a call in the same group failed"));
-    }
-    const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
-    return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
+    return endFailed(open);
+  }
+  SteeredComm* mismatched = nullptr;
+  if (Status status = publishAll(open.passed, &mismatched); !status) {
+    open.failed = refuse(*mismatched, status);
+    open.refused = true;
+    const ncclResult_t result = open.failed;
+    (void)endFailed(open);
+    return result;
   }
   if (open.launcher.empty()) return endReal(open);
   SteeredComm& first = *open.launcher.ops().front().comm;
@@ -175,13 +187,14 @@ ncclResult_t groupSimulateEnd(ncclSimInfo_t* info) {
   ncclResult_t result = callReal(realNccl.ncclGroupSimulateEnd, info);
   if (result == ncclInProgress) {
     // NCCL does not simulate a group of non-blocking communicators: it launches it.
-    publishAll(open.passed);
+    SteeredComm* comm = nullptr;
+    Status status = publishAll(open.passed, &comm);
     result = untilLaunched(open.launcher, result);
-    Status status = open.launcher.empty() ? Status() : open.launcher.launch();
-    if (!status) {
-      result = refuse(*open.launcher.ops().front().comm, launchFailed(status));
+    if (status && !open.launcher.empty()) {
+      comm = open.launcher.ops().front().comm;
+      if (status = open.launcher.launch(); !status) (void)launchFailed(status);
     }
-    return closeOutermost(open, result);
+    return closeOutermost(open, status ? result : refuse(*comm, status));
   }
   takeBackAll(open.passed, false);
   dropSteered(open.launcher);

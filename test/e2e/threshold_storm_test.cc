@@ -35,7 +35,6 @@ const Variant kVariants[] = {
      false,
      true,
      {{"HOCCL_SLOTS", "1"}, {"HOCCL_SLOT_BYTES", "128KiB"}, {"HOCCL_FLAG_POOL", "16"}}},
-    {"AllSteered", false, false, {{"HOCCL_MIN_BYTES", "1"}}},
     {"NoneSteered", false, false, {{"HOCCL_MIN_BYTES", "1GiB"}}},
 };
 

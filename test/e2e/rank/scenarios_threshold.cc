@@ -57,11 +57,12 @@ void threshold(const Rank& rank) {
   }
   if (grouped) REQUIRE_NCCL(nccl().ncclGroupStart());
   ncclResult_t result = call(rank.rank == 0, buffer, 1 - rank.rank, comm, stream);
-  const bool refused = result != ncclSuccess;
   if (grouped) {
-    const ncclResult_t ended = nccl().ncclGroupEnd();
-    if (!refused) result = ended;
+    // Of the group nothing may have happened yet, so that nothing is said before its end.
+    REQUIRE_NCCL(result);
+    result = nccl().ncclGroupEnd();
   }
+  const bool refused = result != ncclSuccess;
   rank.postMine("enqueued");
   if (result == ncclSuccess) result = awaitError(comm, 5000);
   REQUIRE(result != ncclSuccess && result != ncclInProgress, "no error within 5 s: state {}",
