@@ -16,11 +16,12 @@ namespace {
 /// seldom are: it costs the peer's mover a wake-up.
 constexpr std::uint64_t kBetweenLooksNs = 50'000'000;
 
-/// Whether nothing of the other side has shown yet.
+/// Whether nothing of the other side has shown yet. That its streams have not come to it does not
+/// matter: the calls are compared, and what holds the streams up may be waiting for the peer, too.
 bool waitsForPeer(const Op& op) {
   if (op.failed || (op.descriptor.pairSequence & kCollectiveSequence)) return false;
-  if (op.send()) return !op.matched && (op.waiting & ~Op::kForRoute) == 0;
-  return op.waiting == 0 && op.announced == 0;
+  if (op.waiting & Op::kForLink) return false;  // nobody to tell yet
+  return op.send() ? !op.matched : op.announced == 0;
 }
 
 }  // namespace

@@ -74,6 +74,23 @@ TEST_P(Threshold, BothRanksNameBothSides) {
   }
 }
 
+/// What holds the steered side's stream up may be what waits for the peer.
+TEST_P(Threshold, BeforeTheStreamHasComeToIt) {
+  for (bool sendIsLarge : {true, false}) {
+    for (const char* first : {"0", "1"}) {
+      Job job("threshold", 2);
+      choose(job, GetParam());
+      job.argument("sent", sendIsLarge ? "300001" : "1007");
+      job.argument("wanted", sendIsLarge ? "1007" : "300001");
+      job.argument("first", first).argument("held", "1");
+      job.finish();
+      for (int rank : {0, 1}) {
+        EXPECT_EQ(job.said(rank, "result"), "4") << job.said(rank, "error");
+      }
+    }
+  }
+}
+
 TEST_P(Threshold, AfterACorrectMix) {
   for (bool sendIsLarge : {true, false}) {
     for (const char* delayMs : {"0", "300"}) {

@@ -55,6 +55,10 @@ void threshold(const Rank& rank) {
     rank.awaitOf("enqueued", first);
     ::usleep(std::stoul(rank.argument("delayMs", "300")) * 1000);
   }
+  // The steered side's stream does not come to the operation.
+  Gate gate;
+  const bool held = rank.argument("held", "0") == "1" && buffer.bytes() >= kLarge;
+  if (held) gate.hold(stream);
   if (grouped) REQUIRE_NCCL(nccl().ncclGroupStart());
   ncclResult_t result = call(rank.rank == 0, buffer, 1 - rank.rank, comm, stream);
   if (grouped) {
@@ -72,6 +76,7 @@ void threshold(const Rank& rank) {
   say("error", nccl().ncclGetLastError(comm));
   REQUIRE(awaitError(comm, 5000) != ncclSuccess, "the communicator is not in error");
   rank.barrier("seen");
+  if (held) gate.open();
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
   awaitStream(stream, "after the abort");
 }
