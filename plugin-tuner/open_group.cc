@@ -49,8 +49,8 @@ ncclResult_t endFailed(const OpenGroup& open) {
     if (!op.comm->health()) continue;  // for a reason that says more
     op.comm->fail(Status::error(Code::Aborted, "a call in the same group failed"));
   }
-  const ncclResult_t result = callReal(realNccl.ncclGroupEnd);
-  return result == ncclSuccess || result == ncclInProgress ? open.failed : result;
+  (void)callReal(realNccl.ncclGroupEnd);  // with what NCCL knows of it
+  return open.failed;
 }
 
 ncclResult_t endOutermost(OpenGroup& open) {
@@ -62,9 +62,7 @@ ncclResult_t endOutermost(OpenGroup& open) {
   if (Status status = publishAll(open.passed, &mismatched); !status) {
     open.failed = refuse(*mismatched, status);
     open.refused = true;
-    const ncclResult_t result = open.failed;
-    (void)endFailed(open);
-    return result;
+    return endFailed(open);
   }
   if (open.launcher.empty()) return endReal(open);
   SteeredComm& first = *open.launcher.ops().front().comm;
