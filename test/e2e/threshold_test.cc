@@ -96,6 +96,20 @@ TEST_P(Threshold, BeforeTheStreamHasComeToIt) {
   }
 }
 
+/// The one that waits dies when that has been told: the other is not kept waiting for it.
+TEST_P(Threshold, WhoeverToldMayBeGone) {
+  Job job("threshold", 2);
+  choose(job, GetParam());
+  job.argument("sent", "1007").argument("wanted", "300001").argument("first", "1");
+  job.argument("delayMs", "2000").argument("dies", "1");
+  job.expectDeath(1);
+  job.finish();
+  EXPECT_EQ(job.said(0, "result"), "4");
+  EXPECT_EQ(job.said(0, "refused"), "1");
+  const std::string error = job.said(0, "error");
+  EXPECT_NE(error.find("send of 1007 bytes to rank 1 (host"), std::string::npos) << error;
+}
+
 TEST_P(Threshold, AfterACorrectMix) {
   for (bool sendIsLarge : {true, false}) {
     for (const char* delayMs : std::array{"0", kLongMs}) {

@@ -1,6 +1,7 @@
 // Sends and receives on both sides of HOCCL_MIN_BYTES: those of one pair that differ in it, and
 // correct mixes.
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <memory>
@@ -68,6 +69,11 @@ void threshold(const Rank& rank) {
   }
   const bool refused = result != ncclSuccess;
   rank.postMine("enqueued");
+  const bool dies = rank.argument("dies", "0") == "1";
+  if (dies && rank.rank == first) {
+    ::usleep(500'000);  // what it waits in is told
+    ::raise(SIGKILL);
+  }
   if (result == ncclSuccess) result = awaitError(comm, 5000);
   REQUIRE(result != ncclSuccess && result != ncclInProgress, "no error within 5 s: state {}",
           static_cast<int>(result));
@@ -75,7 +81,7 @@ void threshold(const Rank& rank) {
   say("result", std::to_string(static_cast<int>(result)));
   say("error", nccl().ncclGetLastError(comm));
   REQUIRE(awaitError(comm, 5000) != ncclSuccess, "the communicator is not in error");
-  rank.barrier("seen");
+  if (!dies) rank.barrier("seen");
   if (held) gate.open();
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
   awaitStream(stream, "after the abort");
