@@ -30,8 +30,7 @@ Status abortedStatus() {
 }
 
 ncclResult_t refuse(SteeredComm& comm, const Status& status) {
-  std::lock_guard lock(comm.errorMutex);
-  comm.lastError = "hoccl: " + status.message();
+  comm.noteLastError("hoccl: " + status.message());
   return toNccl(status.code());
 }
 

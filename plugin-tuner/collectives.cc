@@ -84,7 +84,7 @@ bool allGather(const void* in, void* out, size_t count, ncclDataType_t type, ncc
     if (in != at(out, c.block() * static_cast<std::uint64_t>(c.rank()))) c.ownBlockOfAll();
     c.launch();
   }
-  *result = noteResult(c.result());
+  *result = noteAnswer(c.result());
   return true;
 }
 
@@ -101,7 +101,7 @@ bool allToAll(const void* in, void* out, size_t count, ncclDataType_t type, nccl
     if (in != out) c.ownBlock();
     c.launch();
   }
-  *result = noteResult(c.result());
+  *result = noteAnswer(c.result());
   return true;
 }
 
@@ -120,7 +120,7 @@ bool broadcast(const void* in, void* out, size_t count, ncclDataType_t type, int
     if (in != out) c.ownBlockOfAll();
     c.launch();
   }
-  *result = noteResult(c.result());
+  *result = noteAnswer(c.result());
   return true;
 }
 
@@ -142,7 +142,7 @@ bool gather(const void* in, void* out, size_t count, ncclDataType_t type, int ro
       c.launch();
     }
   }
-  *result = noteResult(c.result());
+  *result = noteAnswer(c.result());
   return true;
 }
 
@@ -164,7 +164,7 @@ bool scatter(const void* in, void* out, size_t count, ncclDataType_t type, int r
       c.launch();
     }
   }
-  *result = noteResult(c.result());
+  *result = noteAnswer(c.result());
   return true;
 }
 

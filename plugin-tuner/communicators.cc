@@ -399,7 +399,7 @@ const char* getLastError(ncclComm_t handle) {
   SteeredComm* comm = insideReal() ? nullptr : ProcessCore::get().comms().find(handle);
   if (comm) {
     std::lock_guard lock(comm->errorMutex);
-    if (!comm->lastError.empty()) return comm->lastError.c_str();
+    if (!comm->lastErrors.empty()) return comm->lastErrors.front().c_str();
   }
   if (!realNccl.ncclGetLastError) return "";
   RealCall guard;

@@ -28,6 +28,7 @@ extern "C" {
   X(getLastError, ncclGetLastError)                 \
   X(groupStart, ncclGroupStart)                     \
   X(groupEnd, ncclGroupEnd)                         \
+  X(groupSimulateEnd, ncclGroupSimulateEnd)         \
   X(send, ncclSend)                                 \
   X(recv, ncclRecv)
 

@@ -25,7 +25,8 @@ struct OpenGroup {
   int depth = 0;
   bool real = false;  ///< an operation or creation in it stays with NCCL
   ncclResult_t failed =
-      ncclSuccess;  ///< the first call in it that failed: then none of it is launched
+      ncclSuccess;       ///< the first call in it that failed: then none of it is launched
+  bool refused = false;  ///< HOCCL failed a call, of which NCCL knows nothing
   Launcher launcher;
   std::vector<PassedCall> passed;  ///< its calls that NCCL makes between ranks that steer
   std::vector<Creation> creations;
@@ -35,9 +36,13 @@ OpenGroup& openGroup();
 
 ncclResult_t groupStart();
 ncclResult_t groupEnd();
+/// As with NCCL the group is over afterwards and nothing of it has happened, unless `info` is null.
+ncclResult_t groupSimulateEnd(ncclSimInfo_t* info);
 
-/// A call that fails inside a group fails the group. Returns `result`.
+/// A call that fails inside a group fails the group. Returns `result`, which is NCCL's.
 ncclResult_t noteResult(ncclResult_t result);
+/// The same of a call that HOCCL has answered.
+ncclResult_t noteAnswer(ncclResult_t result);
 /// Fails the communicators of a launch that could not be made, since their peers count it; logs
 /// why.
 Status launchFailed(const Status& status);

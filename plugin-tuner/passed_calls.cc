@@ -60,14 +60,14 @@ Status disagreement(const PassedCall& call, std::uint64_t passed) {
 Status notePassed(const PassedCall& call, OpenGroup& open) {
   PairDirection& counts = call.comm->counts(call.peer, call.send);
   const std::uint64_t passed = ++call.comm->passed(call.peer, call.send);
-  const bool now = open.depth == 0;
-  if (now) counts.passed.fetch_add(1, std::memory_order_seq_cst);
-  if (!passesAwaited(counts, passed)) {
-    if (!now) open.passed.push_back(call);
+  if (open.depth > 0) {
+    open.passed.push_back(call);
     return {};
   }
+  counts.passed.fetch_add(1, std::memory_order_seq_cst);
+  if (!passesAwaited(counts, passed)) return {};
   --call.comm->passed(call.peer, call.send);
-  if (now) counts.passed.fetch_sub(1, std::memory_order_seq_cst);
+  counts.passed.fetch_sub(1, std::memory_order_seq_cst);
   return disagreement(call, passed);
 }
 
@@ -80,13 +80,20 @@ void takeBack(const PassedCall& call, OpenGroup& open) {
   }
 }
 
-void publishAll(const std::vector<PassedCall>& calls) {
+Status publishAll(const std::vector<PassedCall>& calls, SteeredComm** where) {
+  const PassedCall* first = nullptr;
+  std::uint64_t itsPassed = 0;
   for (const PassedCall& call : calls) {
     PairDirection& counts = call.comm->counts(call.peer, call.send);
     const std::uint64_t passed = counts.passed.fetch_add(1, std::memory_order_seq_cst) + 1;
-    // NCCL has it already: the error comes as one that the peer's mover finds.
-    if (passesAwaited(counts, passed)) tellMover(call, passed);
+    if (first || call.comm->ended || !passesAwaited(counts, passed)) continue;
+    first = &call;
+    itsPassed = passed;
   }
+  if (!first) return {};
+  takeBackAll(calls, true);
+  *where = first->comm;
+  return disagreement(*first, itsPassed);
 }
 
 void takeBackAll(const std::vector<PassedCall>& calls, bool published) {

@@ -44,20 +44,20 @@ ncclResult_t send(const void* buffer, size_t count, ncclDataType_t type, int pee
                   cudaStream_t stream) {
   ncclResult_t result = ncclSuccess;
   PassedCall passed;
-  if (!steer(OpKind::Send, buffer, count, type, peer, comm, stream, &result, &passed)) {
-    result = left(passed, callReal(realNccl.ncclSend, buffer, count, type, peer, comm, stream));
-  }
-  return noteResult(result);
+  if (steer(OpKind::Send, buffer, count, type, peer, comm, stream, &result, &passed))
+    return noteAnswer(result);
+  return noteResult(
+      left(passed, callReal(realNccl.ncclSend, buffer, count, type, peer, comm, stream)));
 }
 
 ncclResult_t recv(void* buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                   cudaStream_t stream) {
   ncclResult_t result = ncclSuccess;
   PassedCall passed;
-  if (!steer(OpKind::Recv, buffer, count, type, peer, comm, stream, &result, &passed)) {
-    result = left(passed, callReal(realNccl.ncclRecv, buffer, count, type, peer, comm, stream));
-  }
-  return noteResult(result);
+  if (steer(OpKind::Recv, buffer, count, type, peer, comm, stream, &result, &passed))
+    return noteAnswer(result);
+  return noteResult(
+      left(passed, callReal(realNccl.ncclRecv, buffer, count, type, peer, comm, stream)));
 }
 
 }  // namespace hoccl

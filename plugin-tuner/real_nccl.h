@@ -30,18 +30,20 @@ struct RealNccl {
 #define X(name) decltype(&::name) name = nullptr;
   HOCCL_REAL_FUNCTIONS(X)
 #undef X
-  // Newer than the oldest header.
+  // Newer than the oldest NCCL.
 #define HOCCL_NEW_REAL_FUNCTIONS(X) \
   X(ncclCommInitRankScalable)       \
   X(ncclCommShrink)                 \
   X(ncclCommRevoke)                 \
   X(ncclCommGetUniqueId)            \
-  X(ncclCommGrow)
+  X(ncclCommGrow)                   \
+  X(ncclGroupSimulateEnd)
   HocclInitRankScalable ncclCommInitRankScalable = nullptr;
   HocclShrink ncclCommShrink = nullptr;
   HocclRevoke ncclCommRevoke = nullptr;
   HocclCommGetUniqueId ncclCommGetUniqueId = nullptr;
   HocclGrow ncclCommGrow = nullptr;
+  decltype(&::ncclGroupSimulateEnd) ncclGroupSimulateEnd = nullptr;
 };
 
 /// Set once when the core starts; a function an old NCCL lacks is null.

@@ -193,6 +193,9 @@ EXPORT const char* ncclGetLastError(ncclComm_t comm) {
 /* A process may open the group in which it creates its first communicator: the core has to count it. */
 EXPORT ncclResult_t ncclGroupStart(void) { FORWARD(coreLoaded(), groupStart, ncclGroupStart, ()); }
 EXPORT ncclResult_t ncclGroupEnd(void) { FORWARD(core(), groupEnd, ncclGroupEnd, ()); }
+EXPORT ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
+  FORWARD(core(), groupSimulateEnd, ncclGroupSimulateEnd, (info));
+}
 EXPORT ncclResult_t ncclSend(const void* buffer, size_t count, ncclDataType_t type, int peer,
                              ncclComm_t comm, cudaStream_t stream) {
   FORWARD(core(), send, ncclSend, (buffer, count, type, peer, comm, stream));

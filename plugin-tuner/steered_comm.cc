@@ -71,6 +71,15 @@ void SteeredComm::fail(const Status& status) {
   hasFailed.store(true, std::memory_order_release);
 }
 
+void SteeredComm::noteLastError(std::string text) {
+  std::lock_guard lock(errorMutex);
+  // Mostly the same again, since a watchdog asks for ever. Nothing at either end of a deque moves
+  // what is in it.
+  if (!lastErrors.empty() && lastErrors.front() == text) return;
+  lastErrors.push_front(std::move(text));
+  if (lastErrors.size() > kLastErrors) lastErrors.pop_back();
+}
+
 std::size_t CommTable::hash(ncclComm_t comm) {
   // Handles are heap addresses: the low bits carry little.
   auto value = reinterpret_cast<std::uintptr_t>(comm) >> 6;

@@ -100,7 +100,11 @@ struct SteeredComm {
   std::mutex errorMutex;
   Status failed;  ///< set-up failure or a launch that could not be made; guarded by errorMutex
   std::atomic<bool> hasFailed{false};
-  std::string lastError;  ///< what ncclGetLastError returns; guarded by errorMutex
+  /// What ncclGetLastError returns, the newest in front, and what it may have returned before: the
+  /// caller has a pointer to the text and no lock. Guarded by errorMutex.
+  std::deque<std::string> lastErrors;
+  static constexpr std::size_t kLastErrors = 64;
+  void noteLastError(std::string text);
 
   PathCounters counters[static_cast<int>(Path::kCount)];
 

@@ -1,6 +1,8 @@
 #include "common/runtime/mapped_spans.h"
 
+#include <errno.h>
 #include <fmt/format.h>
+#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <array>
@@ -27,6 +29,13 @@ bool contains(const std::vector<MappedSegment>& segments, const MappedSegment& s
       segments.begin(), segments.end(), segment,
       [](const MappedSegment& a, const MappedSegment& b) { return a.base < b.base; });
   return at != segments.end() && *at == segment;
+}
+
+/// Whether this process, or the system, has no file descriptor left. The driver does not say why an
+/// export has failed.
+bool noDescriptorLeft() {
+  const UniqueFd probe(::eventfd(0, EFD_CLOEXEC));
+  return !probe && (errno == EMFILE || errno == ENFILE);
 }
 
 }  // namespace
@@ -172,7 +181,10 @@ Status MappedSpans::handOver(const std::vector<MappedSegment>& segments, Entry* 
   out->segments = segments;
   bool answered = true;
   std::size_t refused = segments.size();
-  const Status status = send(segments, spanId(out->slot, out->generation), &answered, &refused);
+  bool passing = false;
+  const Status status =
+      send(segments, spanId(out->slot, out->generation), &answered, &refused, &passing);
+  if (passing) *lasting = false;
   std::lock_guard lock(mutex_);
   if (status) {
     gAny.store(true, std::memory_order_release);
@@ -188,8 +200,9 @@ Status MappedSpans::handOver(const std::vector<MappedSegment>& segments, Entry* 
 }
 
 /// `refused`: the segment that cannot be exported or mapped, if it is one of them that is at fault.
+/// `passing`: another time it may go well.
 Status MappedSpans::send(const std::vector<MappedSegment>& segments, std::uint64_t id,
-                         bool* answered, std::size_t* refused) {
+                         bool* answered, std::size_t* refused, bool* passing) {
   const RelaxedCapture relaxed(driver_);
   AddSpan message{};
   message.magic = kMoverMagic;
@@ -203,7 +216,16 @@ Status MappedSpans::send(const std::vector<MappedSegment>& segments, std::uint64
     for (std::size_t i = 0; i < owned.size(); ++i) {
       const Status exported = exportSegment(driver_, segments[first + i], &owned[i]);
       if (!exported) {
-        *refused = first + i;
+        *passing = noDescriptorLeft();
+        if (!*passing) *refused = first + i;
+        if (*passing && !std::exchange(toldDescriptors_, true)) {
+          logWarn(
+              "no file descriptor is left (ulimit -n) to hand memory of cuMemCreate at {:#x} to "
+              "the "
+              "mover, which takes one for each of {} segments for a moment: until there are, such "
+              "buffers take application-side copies",
+              message.base, segments.size());
+        }
         message.pieces = 0;  // lets go of what came before
         if (first > 0) (void)mover_->addSpan(message, {}, &reply, answered);
         return exported;

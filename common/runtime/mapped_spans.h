@@ -26,7 +26,8 @@ class MappedSpans {
   /// handed over with an operation or given back (SpanSlot::unpin). A buffer that the thread has
   /// used before costs an identity or none; it takes no lock then. Else the mover may have to map
   /// the span, which takes milliseconds and is bounded by HOCCL_TIMEOUT_MS. Errors: Unsupported
-  /// where the mover cannot map it, which is remembered; InvalidArgument where the buffer reaches
+  /// where the mover cannot map it, which is remembered unless this process had
+  /// no file descriptor left; InvalidArgument where the buffer reaches
   /// beyond what is mapped.
   Status take(CUdeviceptr address, std::uint64_t bytes, std::uint64_t firstId, BufferRef* out,
               SpanSlot** pin);
@@ -59,7 +60,7 @@ class MappedSpans {
                   std::vector<std::uint64_t>* replaced);
   Status handOver(const std::vector<MappedSegment>& segments, Entry* out, bool* lasting);
   Status send(const std::vector<MappedSegment>& segments, std::uint64_t id, bool* answered,
-              std::size_t* refused);
+              std::size_t* refused, bool* passing);
 
   const Driver* driver_;
   CUcontext context_;
@@ -70,7 +71,7 @@ class MappedSpans {
   std::vector<Entry> entries_;
   std::unordered_set<std::uint64_t> refused_;  ///< segments that cannot be mapped
   std::uint32_t lastSlot_ = 0;
-  bool told_ = false;
+  bool told_ = false, toldDescriptors_ = false;
 };
 
 }  // namespace hoccl

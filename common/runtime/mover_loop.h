@@ -25,7 +25,7 @@ struct StallWatch {
   static constexpr std::uint64_t kNone = ~0ull;
   std::uint64_t front = kNone;  ///< the first that waited here at the last look
   std::uint64_t told = kNone;   ///< the last one that the peer has been told of
-  /// The last one the peer has told of that this side has not steered yet.
+  /// The last one the peer has told of.
   std::uint64_t theirs = kNone, theirPassed = 0, theirBytes = 0;
 };
 

@@ -76,11 +76,12 @@ void MoverLoop::takeLeave() {
   }
 }
 
-/// Fails the communicator on both sides; each names both sizes.
+/// Fails the communicator on both sides; each names both sizes. `link` is null where the peer has
+/// gone.
 void MoverLoop::mismatch(Communicator& communicator, Link* link, std::int32_t peer,
                          std::uint64_t pairSequence, bool send, std::uint64_t own,
                          std::uint64_t theirs) {
-  if (link->up()) {
+  if (link && link->up()) {
     Message message{};
     message.type = MessageType::Failed;
     message.slot = static_cast<std::uint32_t>(FailReason::SizeMismatch);
@@ -259,11 +260,10 @@ void MoverLoop::onFailed(Link& link, const Message& message) {
     case FailReason::SizeMismatch:
       failCommunicator(
           *communicator, Code::InvalidArgument,
-          fmt::format(
-              "{} of {} met a {} of {} by {} ({}): the two ranks' counts differ",
-              message.offset ? "receive" : "send", describeSize(message.length),
-              message.offset ? "send" : "receive", describeSize(message.bytes), who,
-              describeSequence(message.pairSequence)));
+          fmt::format("{} of {} met a {} of {} by {} ({}): the two ranks' counts differ",
+                      message.offset ? "receive" : "send", describeSize(message.length),
+                      message.offset ? "send" : "receive", describeSize(message.bytes), who,
+                      describeSequence(message.pairSequence)));
       return;
     case FailReason::Aborted:
       pairEnded(*communicator, message.source, true,

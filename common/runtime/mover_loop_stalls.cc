@@ -16,11 +16,12 @@ namespace {
 /// seldom are: it costs the peer's mover a wake-up.
 constexpr std::uint64_t kBetweenLooksNs = 50'000'000;
 
-/// Whether nothing of the other side has shown yet.
+/// Whether nothing of the other side has shown yet. That its streams have not come to it does not
+/// matter: the calls are compared, and what holds the streams up may be waiting for the peer, too.
 bool waitsForPeer(const Op& op) {
   if (op.failed || (op.descriptor.pairSequence & kCollectiveSequence)) return false;
-  if (op.send()) return !op.matched && (op.waiting & ~Op::kForRoute) == 0;
-  return op.waiting == 0 && op.announced == 0;
+  if (op.waiting & Op::kForLink) return false;  // nobody to tell yet
+  return op.send() ? !op.matched : op.announced == 0;
 }
 
 }  // namespace
@@ -114,7 +115,6 @@ void MoverLoop::onStalled(Link& link, const Message& message) {
   const auto index = static_cast<std::size_t>(peer);
   PairCounts& counts = communicator->info.counts[index];
   PairDirection& own = theirSend ? counts.receives : counts.sends;
-  if (own.steered.load(std::memory_order_acquire) > message.pairSequence) return;  // on its way
   Communicator::Pair& pair = communicator->pairs[index];
   StallWatch& watch = theirSend ? pair.receiveWatch : pair.sendWatch;
   watch.theirs = message.pairSequence;
@@ -135,12 +135,13 @@ void MoverLoop::onDisagree(Communicator& communicator, const OpDescriptor& descr
   const StallWatch& watch =
       send ? communicator.pairs[index].sendWatch : communicator.pairs[index].receiveWatch;
   const auto link = links_.find(communicator.info.peers[index].mover);
-  if (watch.theirs == StallWatch::kNone || link == links_.end() ||
+  if (watch.theirs == StallWatch::kNone ||
       !disagree(descriptor.pairSequence, descriptor.passed, watch.theirs, watch.theirPassed)) {
     return;
   }
-  mismatch(communicator, link->second.get(), descriptor.peer, watch.theirs, send, descriptor.bytes,
-           watch.theirBytes);
+  // The peer may have gone since it told: then this side learns of it all the same.
+  mismatch(communicator, link == links_.end() ? nullptr : link->second.get(), descriptor.peer,
+           watch.theirs, send, descriptor.bytes, watch.theirBytes);
 }
 
 }  // namespace hoccl

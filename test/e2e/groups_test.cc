@@ -69,5 +69,19 @@ TEST(Groups, AFailedCallFailsItsGroup) {
   job.finish();
 }
 
+TEST(Groups, ACallThatHocclRefusesFailsWhatNcclHasOfTheGroup) {
+  Job job("refusedInGroup", 2);
+  job.finish();
+}
+
+TEST(Groups, OfASimulatedOneNothingHappens) {
+  for (const bool appCopies : {false, true}) {
+    Job job("simulated", 2);
+    if (appCopies) job.env("HOCCL_APP_COPIES", "always");
+    job.finish();
+    for (int rank : {0, 1}) EXPECT_EQ(job.errors(rank), "");
+  }
+}
+
 }  // namespace
 }  // namespace e2e

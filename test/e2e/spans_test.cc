@@ -177,6 +177,18 @@ TEST(Spans, OneSegmentThatCannotBeExportedConcernsItsBuffersAlone) {
   }
 }
 
+TEST(Spans, WithoutFileDescriptorsForAWhile) {
+  Job job("spansNoDescriptors", 2);
+  job.finish();
+  EXPECT_EQ(operations(job, 0, "app-copies"), 1 + 2);
+  EXPECT_EQ(operations(job, 0, "staged"), 2);
+  EXPECT_EQ(operations(job, 1, "staged"), 4);
+  const std::string errors = job.errors(0);
+  const std::size_t at = errors.find("no file descriptor is left (ulimit -n)");
+  ASSERT_NE(at, std::string::npos) << errors;
+  EXPECT_EQ(errors.find("no file descriptor", at + 1), std::string::npos) << errors;
+}
+
 TEST(Spans, WhatTheMoverCannotMapTheApplicationCopies) {
   for (const char* succeed : {"0", "5"}) {
     SCOPED_TRACE(succeed);

@@ -3,12 +3,16 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <string>
 
 #include "test/e2e/harness.h"
 
 namespace e2e {
 namespace {
+
+/// By then the steered side has been told of, on a loaded machine, too.
+constexpr const char* kLongMs = "1000";
 
 enum class Way { Shm, Direct, Tcp };
 
@@ -50,7 +54,7 @@ void expectNamed(Way way, bool sendIsLarge, bool sendFirst, bool grouped, bool m
   // The steered side has been told of, so a small call that comes later is not even made.
   const bool largeFirst = sendIsLarge == sendFirst;
   const int smallSide = sendIsLarge ? 1 : 0;
-  if (largeFirst && std::string(delayMs) == "300") {
+  if (largeFirst && std::string(delayMs) == kLongMs) {
     EXPECT_EQ(job.said(smallSide, "refused"), "1");
     for (int rank : {0, 1}) {
       EXPECT_NE(job.said(rank, "error").find("1007 bytes"), std::string::npos)
@@ -68,15 +72,47 @@ TEST_P(Threshold, BothRanksNameBothSides) {
   for (bool sendIsLarge : {true, false}) {
     for (bool sendFirst : {true, false}) {
       for (bool grouped : {false, true}) {
-        expectNamed(GetParam(), sendIsLarge, sendFirst, grouped, false, "300");
+        expectNamed(GetParam(), sendIsLarge, sendFirst, grouped, false,
+                    sendIsLarge == sendFirst ? kLongMs : "100");
       }
     }
   }
 }
 
+/// What holds the steered side's stream up may be what waits for the peer.
+TEST_P(Threshold, BeforeTheStreamHasComeToIt) {
+  for (bool sendIsLarge : {true, false}) {
+    for (const char* first : {"0", "1"}) {
+      Job job("threshold", 2);
+      choose(job, GetParam());
+      job.argument("sent", sendIsLarge ? "300001" : "1007");
+      job.argument("wanted", sendIsLarge ? "1007" : "300001");
+      job.argument("first", first).argument("held", "1");
+      job.finish();
+      for (int rank : {0, 1}) {
+        EXPECT_EQ(job.said(rank, "result"), "4") << job.said(rank, "error");
+      }
+    }
+  }
+}
+
+/// The one that waits dies when that has been told: the other is not kept waiting for it.
+TEST_P(Threshold, WhoeverToldMayBeGone) {
+  Job job("threshold", 2);
+  choose(job, GetParam());
+  job.argument("sent", "1007").argument("wanted", "300001").argument("first", "1");
+  job.argument("delayMs", "2000").argument("dies", "1");
+  job.expectDeath(1);
+  job.finish();
+  EXPECT_EQ(job.said(0, "result"), "4");
+  EXPECT_EQ(job.said(0, "refused"), "1");
+  const std::string error = job.said(0, "error");
+  EXPECT_NE(error.find("send of 1007 bytes to rank 1 (host"), std::string::npos) << error;
+}
+
 TEST_P(Threshold, AfterACorrectMix) {
   for (bool sendIsLarge : {true, false}) {
-    for (const char* delayMs : {"0", "300"}) {
+    for (const char* delayMs : std::array{"0", kLongMs}) {
       expectNamed(GetParam(), sendIsLarge, true, sendIsLarge, true, delayMs);
     }
   }

@@ -33,8 +33,9 @@ ncclResult_t ncclGroupEnd() {
 
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
   record("ncclGroupSimulateEnd");
-  if (info && info->magic != kSimInfoMagic) return ncclInvalidArgument;
-  return standin::groupSimulate(info ? &info->estimatedTime : nullptr);
+  if (!info) return standin::groupFinish();
+  if (info->magic != kSimInfoMagic) standin::failInGroup(ncclInvalidArgument);
+  return standin::groupSimulate(&info->estimatedTime);
 }
 
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,

@@ -52,9 +52,9 @@ ncclResult_t groupFinish() {
 
 ncclResult_t groupSimulate(float* microseconds) {
   constexpr float kLatencyUs = 10, kUsPerByte = 1e-4;
-  if (microseconds) *microseconds = kLatencyUs;
+  *microseconds = kLatencyUs;
   for (const Operation& op : group.operations) {
-    if (microseconds) *microseconds += kUsPerByte * static_cast<float>(bytesIn(op) + bytesOut(op));
+    *microseconds += kUsPerByte * static_cast<float>(bytesIn(op) + bytesOut(op));
   }
   if (group.depth == 1) group.operations.clear();
   return groupFinish();

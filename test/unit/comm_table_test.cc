@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <memory>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "plugin-tuner/comm_setup.h"
 #include "plugin-tuner/steered_comm.h"
@@ -30,6 +33,24 @@ TEST(CommTable, FindsTheLiveOnesAlone) {
   EXPECT_EQ(table->find(handle(2)), two);
   SteeredComm* again = table->add(handle(1));
   EXPECT_EQ(table->find(handle(1)), again);
+}
+
+/// Whoever asked for the last error reads it without a lock.
+TEST(SteeredComm, TheTextOfAnErrorStaysWhileFurtherOnesCome) {
+  SteeredComm comm;
+  std::vector<std::pair<const char*, std::string>> read;
+  for (std::size_t i = 0; i < SteeredComm::kLastErrors; ++i) {
+    const std::string text = "error " + std::string(i, 'x') + std::to_string(i);
+    for (int twice = 0; twice < 2; ++twice) {
+      comm.noteLastError(text);
+      read.emplace_back(comm.lastErrors.front().c_str(), text);
+    }
+  }
+  EXPECT_EQ(comm.lastErrors.size(), SteeredComm::kLastErrors);
+  for (const auto& [pointer, text] : read) EXPECT_STREQ(pointer, text.c_str());
+  comm.noteLastError("one more");
+  EXPECT_EQ(comm.lastErrors.size(), SteeredComm::kLastErrors);
+  EXPECT_EQ(comm.lastErrors.front(), "one more");
 }
 
 /// A job's first communicator goes last. What has just been removed is still looked at.

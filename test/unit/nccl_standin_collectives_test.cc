@@ -223,6 +223,16 @@ TEST(NcclStandinCollectives, ASimulatedGroupMovesNothing) {
       RANK_CHECK(data.back() == 5);
     }
     RANK_CHECK(times[0] > 0 && times[1] > times[0]);
+    // With an information that is none the group fails, and is over; without any it is done.
+    ncclSimInfo_t wrong{};
+    RANK_OK(nccl.ncclGroupStart());
+    RANK_OK(nccl.ncclAllReduce(small.data(), small.data(), 1, ncclInt32, ncclSum, comm, nullptr));
+    RANK_CHECK(nccl.ncclGroupSimulateEnd(&wrong) == ncclInvalidArgument);
+    RANK_CHECK(nccl.ncclGroupEnd() == ncclInvalidUsage && small[0] == 5);
+    RANK_OK(nccl.ncclGroupStart());
+    RANK_OK(nccl.ncclAllReduce(small.data(), small.data(), 1, ncclInt32, ncclSum, comm, nullptr));
+    RANK_OK(nccl.ncclGroupSimulateEnd(nullptr));
+    RANK_CHECK(small[0] == 10);
     RANK_OK(nccl.ncclCommDestroy(comm));
   });
 }

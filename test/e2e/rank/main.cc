@@ -24,7 +24,8 @@ int main(int argc, char** argv) {
         &kThreadScenarios, &kFaultScenarios, &kLaunchScenarios, &kFreesScenarios, &kBlockedCallScenarios,
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
         &kEarlyEndScenarios, &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
-        &kDirectScenarios, &kThresholdScenarios}) {
+        &kDirectScenarios, &kThresholdScenarios, &kGroupEndScenarios,
+        &kThresholdStormScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

@@ -2,6 +2,7 @@
 // segments mapped into it and unmapped from it one by one, buffers that reach over several.
 
 #include <dlfcn.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -283,6 +284,37 @@ void unexportable(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// While the process has no file descriptor left nothing can be handed to the mover: the
+/// application copies. Afterwards the same buffer is mapped.
+void noDescriptors(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Range plain(2), range(2);
+  for (std::size_t i : {0, 1}) plain.map(i, false);
+  range.mapAll();
+  Image plainImage(plain.bytes()), image(range.bytes());
+  // What the application copies over is there before.
+  transfer(rank, plain, plainImage, 0, 3, kSegment + 5, 0, comm, stream);
+  rank.barrier("warm");
+  std::vector<int> taken;
+  if (rank.rank == 0) {
+    rlimit limit{};
+    REQUIRE(::getrlimit(RLIMIT_NOFILE, &limit) == 0, "getrlimit");
+    limit.rlim_cur = 512;
+    REQUIRE(::setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+    for (int fd = ::dup(0); fd >= 0; fd = ::dup(0)) taken.push_back(fd);
+  }
+  for (std::uint64_t n = 1; n < 5; ++n) {
+    if (n == 3) {
+      for (int fd : taken) ::close(fd);
+    }
+    transfer(rank, range, image, 0, 3, kSegment + 5, n, comm, stream);
+  }
+  rank.barrier("over");
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 /// Many buffers over few segments, used in turn, so that a mover that keeps few has to map again.
 void many(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
@@ -393,6 +425,7 @@ const std::vector<Scenario> kSpanScenarios = {
     {"spansPending", pending},
     {"spansUnseen", unseen},
     {"spansUnexportable", unexportable},
+    {"spansNoDescriptors", noDescriptors},
     {"spansMany", many},
     {"spansThreads", threads},
     {"spansFailedGroup", failedGroup},

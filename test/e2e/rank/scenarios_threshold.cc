@@ -1,6 +1,7 @@
 // Sends and receives on both sides of HOCCL_MIN_BYTES: those of one pair that differ in it, and
 // correct mixes.
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <memory>
@@ -55,14 +56,24 @@ void threshold(const Rank& rank) {
     rank.awaitOf("enqueued", first);
     ::usleep(std::stoul(rank.argument("delayMs", "300")) * 1000);
   }
+  // The steered side's stream does not come to the operation.
+  Gate gate;
+  const bool held = rank.argument("held", "0") == "1" && buffer.bytes() >= kLarge;
+  if (held) gate.hold(stream);
   if (grouped) REQUIRE_NCCL(nccl().ncclGroupStart());
   ncclResult_t result = call(rank.rank == 0, buffer, 1 - rank.rank, comm, stream);
-  const bool refused = result != ncclSuccess;
   if (grouped) {
-    const ncclResult_t ended = nccl().ncclGroupEnd();
-    if (!refused) result = ended;
+    // Of the group nothing may have happened yet, so that nothing is said before its end.
+    REQUIRE_NCCL(result);
+    result = nccl().ncclGroupEnd();
   }
+  const bool refused = result != ncclSuccess;
   rank.postMine("enqueued");
+  const bool dies = rank.argument("dies", "0") == "1";
+  if (dies && rank.rank == first) {
+    ::usleep(500'000);  // what it waits in is told
+    ::raise(SIGKILL);
+  }
   if (result == ncclSuccess) result = awaitError(comm, 5000);
   REQUIRE(result != ncclSuccess && result != ncclInProgress, "no error within 5 s: state {}",
           static_cast<int>(result));
@@ -70,7 +81,8 @@ void threshold(const Rank& rank) {
   say("result", std::to_string(static_cast<int>(result)));
   say("error", nccl().ncclGetLastError(comm));
   REQUIRE(awaitError(comm, 5000) != ncclSuccess, "the communicator is not in error");
-  rank.barrier("seen");
+  if (!dies) rank.barrier("seen");
+  if (held) gate.open();
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
   awaitStream(stream, "after the abort");
 }
