@@ -154,7 +154,10 @@ ncclResult_t noteAnswer(ncclResult_t result) {
 }
 
 ncclResult_t groupStart() {
-  if (!insideReal()) ++openGroup().depth;
+  if (!insideReal()) {
+    OpenGroup& open = openGroup();
+    if (open.depth++ == 0) open.real = false;  // calls outside of any group have set it, too
+  }
   return callReal(realNccl.ncclGroupStart);
 }
 
