@@ -1,5 +1,7 @@
 #include "plugin-net/verbs_link.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -246,6 +248,13 @@ void VerbsLink::fillReport(verbs_wire::Report* report) {
 void VerbsLink::failedOver(const Path& path, const verbs_wire::Report& report) {
   for (std::uint32_t send = 0; send < out_.size(); ++send) {
     Out& out = out_[send];
+    if (out.done && out.pieces.lost(path.index, report.slot[out.slot])) {
+      // The memory is the caller's again: it cannot go once more.
+      return set_.end(fmt::format(
+          "it has not got a message that its NIC has acknowledged, over {}: the NIC or its driver "
+          "has lost it",
+          path.text()));
+    }
     if (!out.active) continue;
     if (out.pieces.failedOver(path.index, report.slot[out.slot]) &&
         std::find(queue_.begin(), queue_.end(), send) == queue_.end()) {

@@ -42,8 +42,10 @@ struct FakeDevice : ibv_device {
   int mostRequests = 16384, mostCompletions = 1 << 20;
   std::uint32_t mostInline = 256;
   int openError = 0, registerError = 0, queueError = 0;
-  int dmaBufError = 0;  ///< 0: only a descriptor that is none is refused
-  bool cut = false;     ///< nothing leaves or reaches it
+  int dmaBufError = 0;   ///< 0: only a descriptor that is none is refused
+  bool cut = false;      ///< nothing leaves or reaches it
+  bool silent = false;   ///< its completions are not to be had for now
+  int connectError = 0;  ///< its queue pairs cannot be connected
   std::uint32_t vendorError = 0x81;
   unsigned lastAccess = 0;  ///< of a registration
 
@@ -305,6 +307,7 @@ class FakeFabric {
                          (from == IBV_QPS_RTR && to == IBV_QPS_RTS);
     EXPECT_TRUE(allowed) << "queue pair from state " << from << " to " << to;
     if (!allowed) return EINVAL;
+    if (to == IBV_QPS_RTR && its.device->connectError != 0) return its.device->connectError;
     take(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
     take(IBV_QP_PORT, &ibv_qp_attr::port_num);
     take(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
@@ -383,6 +386,7 @@ class FakeFabric {
     const std::lock_guard lock(get().mutex_);
     get().move();
     auto& done = static_cast<FakeCq*>(cq)->done;
+    if (deviceOf(cq->context)->silent) return 0;
     int count = 0;
     for (; count < most && !done.empty(); ++count) {
       completions[count] = done.front();

@@ -193,6 +193,42 @@ TEST_F(VerbsFailoverTest, SmallQueuesAndNoInlineOnlyTakeLonger) {
   run(50, 2000);
 }
 
+TEST_F(VerbsFailoverTest, QueuesOfAFewReceivesAreFilledInTime) {
+  addNics(1);
+  for (int host : {0, 1}) fabric_.hosts[host][0]->mostRequests = 8;
+  join();
+  run(20, 500);
+}
+
+// The peer's end is an error soon, however long new queue pairs would be tried.
+TEST_F(VerbsFailoverTest, APeerThatEndsWhileNewQueuePairsAreTriedIsNotWaitedFor) {
+  addNics(2);
+  settingsA_.lastChanceMs = settingsB_.lastChanceMs = 10 * test::kPatienceMs;
+  join();
+  run(10, 10);
+  fabric_.atomically([&] {
+    for (auto& device : fabric_.hosts[0]) device->cut = true;
+  });
+  Message message{};
+  ASSERT_TRUE(a_->trySend(message));
+  ASSERT_TRUE(test::waitUntil([&] {
+    for (VerbsConnection* each : {a_.get(), b_.get()}) {
+      tend(*each);
+      (void)each->tryReceive(&message);
+    }
+    return a_->pathsUp() == 0 && b_->pathsUp() == 0;
+  }));
+  EXPECT_FALSE(a_->peerGone());
+  b_.reset();
+  EXPECT_TRUE(test::waitUntil(
+      [&] {
+        tend(*a_);
+        (void)a_->tryReceive(&message);
+        return a_->peerGone();
+      },
+      5000));
+}
+
 TEST_F(VerbsFailoverTest, WithAdaptiveRoutingTheWordGoesByItself) {
   addNics(1);
   settingsA_.adaptiveRouting = settingsB_.adaptiveRouting = VerbsSettings::Choice::On;

@@ -18,6 +18,7 @@ struct Rail {
   PortAddress peerAddress;
   std::uint32_t peerKey = 0;
   bool adaptive = false;  ///< adaptive routing: the bytes of a piece and its word go apart
+  bool emptied = false;   ///< the completion queue has been, since this was last set to false
   std::string peerText;   ///< "mlx5_0:1 (GID 10.0.0.2)"
 };
 
@@ -47,6 +48,10 @@ struct Path {
   bool peerReported = false;  ///< the peer's report of this generation has come
   bool reportDue = false;     ///< this side's has not been taken by the socket
   std::uint64_t drainByNs = 0;
+  bool overdue = false;  ///< that has passed
+  /// The peer has been, or is about to be, told what this generation has brought: what comes of it
+  /// later counts no more, since the peer sends that again.
+  bool spent = false;
   std::uint64_t retryAtNs = 0;
   std::uint64_t backoffNs = 0;
   std::uint64_t upSinceNs = 0;

@@ -78,11 +78,13 @@ void PathSet::takeDown(Path& path, const std::string& why) {
   if (!path.alive() && path.state != Path::State::Mending) return;
   const std::uint64_t now = monotonicNs();
   const bool steady = path.state == Path::State::Up && now - path.upSinceNs > kSteadyNs;
+  const bool tried = path.state != Path::State::Up && path.generation > 1;
   path.backoffNs = path.backoffNs == 0 || steady ? kFirstBackoffNs
                                                  : std::min(path.backoffNs * 2, kLastBackoffNs);
   path.state = Path::State::Draining;
   path.problem = why;
   path.drainByNs = now + kDrainNs;
+  path.overdue = false;
   failedOver_ = true;
   if (path.pair) {
     if (Status status = path.pair.toError(); !status) {
@@ -92,10 +94,10 @@ void PathSet::takeDown(Path& path, const std::string& why) {
       path.drainByNs = now;
     }
   }
-  // What a peer that has ended leaves behind is no news.
+  // What a peer that has ended leaves behind is no news, nor is one more try that has not worked.
   const bool ending = user_.ending();
-  logf(ending ? LogLevel::Debug : LogLevel::Warn, "verbs: {} is out of use: {}; {} of {} are left",
-       path.text(), why,
+  logf(ending || tried ? LogLevel::Debug : LogLevel::Warn,
+       "verbs: {} is out of use: {}; {} of {} are left", path.text(), why,
        std::count_if(paths_.begin(), paths_.end(), [](const Path& p) { return p.alive(); }),
        paths_.size());
   if (!ending && !anyAlive()) return noneLeft(path, why);
@@ -127,16 +129,21 @@ void PathSet::tendPaths() {
   Mender::Order order;
   if (mender_.take(&order)) onMended(std::move(order));
   for (Path& path : paths_) {
-    if (path.state == Path::State::Draining &&
-        ((path.sends == 0 && path.receives == 0) || now >= path.drainByNs)) {
-      drainedPath(path);
-    }
+    if (path.state == Path::State::Draining && drained(path, now)) drainedPath(path);
     if (path.reportDue) sendReport(path);
-    if (path.state == Path::State::Resting && mender_.idle()) mend(path);
-    if (path.state == Path::State::Mending && path.answered && mender_.idle()) connectMended(path);
     failedOver_ =
         failedOver_ || (path.state != Path::State::Up && path.state != Path::State::Unusable);
   }
+  mendNext();
+}
+
+/// All that was posted has come back, or what has not does not.
+bool PathSet::drained(Path& path, std::uint64_t now) {
+  if (path.sends == 0 && path.receives == 0) return true;
+  if (now < path.drainByNs) return false;
+  // This thread may have stood still: what came back in time may lie in the queue.
+  if (!std::exchange(path.overdue, true)) path.rail->emptied = false;
+  return path.rail->emptied;
 }
 
 /// Nothing more comes over it: the peer may be told what has.
@@ -144,6 +151,7 @@ void PathSet::drainedPath(Path& path) {
   sendsOut_ -= path.sends;
   path.sends = path.receives = path.usedReceives = 0;
   path.bytes = 0;
+  path.spent = true;
   path.state = Path::State::Resting;
   path.retryAtNs =
       monotonicNs() + (lastChance() ? std::min(path.backoffNs, kFirstBackoffNs) : path.backoffNs);
@@ -188,6 +196,22 @@ void PathSet::onGivenUp(Path& path, const verbs_wire::Report& report) {
 
 // --- And into use again --------------------------------------------------------------------------
 
+/// Gives the mender its next order. The rails take turns, and the paths of each: a NIC whose tries
+/// take long (an address that is not resolved) leaves the others theirs.
+void PathSet::mendNext() {
+  const std::size_t all = paths_.size(), pairs = all / rails_.size();
+  for (std::size_t i = 0, first = nextMend_; i < all && mender_.idle(); ++i) {
+    const std::size_t turn = (first + i) % all;
+    Path& path = paths_[turn % rails_.size() * pairs + turn / rails_.size()];
+    if (path.state == Path::State::Resting) {
+      mend(path);
+    } else if (path.state == Path::State::Mending && path.answered) {
+      connectMended(path);
+    }
+    if (!mender_.idle()) nextMend_ = turn + 1;
+  }
+}
+
 /// Orders a new queue pair for a path that rests: on the connecting side when it is time, on the
 /// other when the peer has one.
 void PathSet::mend(Path& path) {
@@ -226,7 +250,7 @@ void PathSet::onMended(Mender::Order order) {
   if (order.kind != Mender::Order::Kind::Connect) {
     path.generation = order.generation;
     path.receives = path.pair ? shape_.receiveDepth : 0;
-    path.peerReported = path.answered = false;
+    path.peerReported = path.answered = path.spent = false;
   }
   if (path.givenUp == path.generation) {
     path.peerReported = true;

@@ -37,11 +37,17 @@ void PathSet::poll() {
     for (int round = 0; round < kCompletionRounds; ++round) {
       const int count = rail->completions.poll(completions.data(), kCompletionsAtOnce);
       for (int i = 0; i < count; ++i) onCompletion(completions[static_cast<std::size_t>(i)]);
-      if (count < kCompletionsAtOnce) break;
+      if (count < kCompletionsAtOnce) {
+        rail->emptied = true;
+        break;
+      }
     }
   }
+  // All receives of a small queue may be used up before there are so many.
+  const std::uint32_t enough =
+      std::clamp<std::uint32_t>(shape_.receiveDepth / 2, 1, kReceivesAtOnce);
   for (Path& path : paths_) {
-    if (path.usedReceives < kReceivesAtOnce || !path.alive()) continue;
+    if (path.usedReceives < enough || !path.alive()) continue;
     const int error = postReceives(path.pair, path.index, path.generation, path.usedReceives);
     if (error == 0) {
       path.receives += path.usedReceives;
@@ -57,7 +63,7 @@ void PathSet::onCompletion(const ibv_wc& completion) {
   if (id.path >= paths_.size()) return;
   Path& path = paths_[id.path];
   // Of a queue pair that has been given up, or of one before it.
-  if (WorkId::cut(path.generation) != id.generation || path.state == Path::State::Resting ||
+  if (WorkId::cut(path.generation) != id.generation || path.spent ||
       path.state == Path::State::Unusable) {
     return;
   }

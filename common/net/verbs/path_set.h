@@ -132,10 +132,12 @@ class PathSet {
   void takeDown(Path& path, const std::string& why);
   void noneLeft(const Path& path, const std::string& why);
   void tendPaths();
+  static bool drained(Path& path, std::uint64_t now);
   void drainedPath(Path& path);
   void sendReport(Path& path);
   void onReport(const verbs_wire::Report& report);
   void onGivenUp(Path& path, const verbs_wire::Report& report);
+  void mendNext();
   void mend(Path& path);
   void connectMended(Path& path);
   void onMended(Mender::Order order);
@@ -152,7 +154,7 @@ class PathSet {
   std::uint64_t peerBase_ = 0;
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<Path> paths_;  ///< paths_[rail * pairs + pair]
-  std::size_t nextPath_ = 0;
+  std::size_t nextPath_ = 0, nextMend_ = 0;
   bool failedOver_ = false;     ///< some path is neither up nor unusable: tendPaths has work
   std::uint64_t sendsOut_ = 0;  ///< over all paths
   bool offered_ = false, settled_ = false;

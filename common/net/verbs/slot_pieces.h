@@ -50,9 +50,10 @@ struct OutPieces {
     pending &= ~(PieceMask{1} << piece);
     path[piece] = over;
   }
-  /// A completion; that of a path over which it did not go last says nothing.
+  /// A completion; that of a path over which it did not go last says nothing, nor does one that
+  /// comes behind the peer's report that it lacks the piece.
   void completed(std::uint32_t piece, std::uint8_t over) {
-    if (piece < pieces && path[piece] == over) landed |= PieceMask{1} << piece;
+    if (piece < pieces && path[piece] == over) landed |= (PieceMask{1} << piece) & ~pending;
   }
   /// The peer's queue pair of that path takes nothing more, and this is what it has got: what it
   /// lacks goes again. True if anything does.
@@ -61,9 +62,7 @@ struct OutPieces {
     for (std::uint32_t piece = 0; piece < pieces; ++piece) {
       const PieceMask bit = PieceMask{1} << piece;
       if (path[piece] != failed || (pending & bit)) continue;
-      const bool has =
-          credit >= turn || report.ready >= turn || (report.turn == turn && (report.mask & bit));
-      if (has) {
+      if (has(piece, report)) {
         landed |= bit;
       } else {
         landed &= ~bit;
@@ -71,6 +70,18 @@ struct OutPieces {
       }
     }
     return pending != 0;
+  }
+  /// The same of what is over: a piece is missing that was acknowledged over that path.
+  [[nodiscard]] bool lost(std::uint8_t failed, const SlotReport& report) const {
+    for (std::uint32_t piece = 0; piece < pieces; ++piece) {
+      if (path[piece] == failed && !has(piece, report)) return true;
+    }
+    return false;
+  }
+  /// The peer says that it has got it.
+  [[nodiscard]] bool has(std::uint32_t piece, const SlotReport& report) const {
+    return credit >= turn || report.ready >= turn ||
+           (report.turn == turn && (report.mask & PieceMask{1} << piece) != 0);
   }
 };
 
