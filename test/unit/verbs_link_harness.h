@@ -93,6 +93,7 @@ struct End {
       ordered = Deadline::afterMs(mendMs);
     } else if (mendMs == 0 || ordered.passed()) {
       link->set().work();
+      ordered = Deadline::afterMs(mendMs);  // if another follows at once
     }
     link->progress();
   }

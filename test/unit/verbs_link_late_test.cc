@@ -35,6 +35,7 @@ class VerbsLinkLateTest : public VerbsLinkTest {
 // goes again: taken for that, it would end a receive into which a write is on its way.
 TEST_F(VerbsLinkLateTest, WhatIsSeenOfAQueuePairBehindItsReportDoesNotCount) {
   constexpr std::uint64_t kBytes = 4 * kPiece;
+  receiver_->mendMs = 200;  // and the old queue pair stays as long
   const std::uint32_t failing = sender_->link->set().paths()[0].pair.number();
   fabric_.atomically([&] {
     fabric_.hosts[1][0]->silent = true;
@@ -108,7 +109,6 @@ TEST_F(VerbsLinkLateTest, AReportHoldsWhatLiesInTheQueue) {
     return arrived() >= 0 && sender_->link->set().paths()[0].sends == 0;
   }));
   tellOfFailure(0);
-  receiver_->link->progress();
   ::usleep(1'100'000);
   for (int i = 0; i < 40; ++i) receiver_->link->progress();
   EXPECT_EQ(receiver_->link->set().paths()[0].state, Path::State::Resting);
@@ -182,24 +182,23 @@ TEST_F(VerbsLinkLateTest, TurnsBeyondTheRangeOfImmediates) {
 // the other NIC's have their turn.
 TEST_F(VerbsLinkLateTest, ANicThatStaysAwayDoesNotHoldUpTheOther) {
   receiver_->mendMs = 400;
-  bool down = false;
+  const auto away = [this](int nic, bool is) {
+    fabric_.hosts[1][static_cast<std::size_t>(nic)]->cut = is;
+    fabric_.hosts[1][static_cast<std::size_t>(nic)]->connectError = is ? ETIMEDOUT : 0;
+  };
   Rng rng(testSeed());
   int steps = 0;
+  Deadline back = Deadline::afterMs(0);
   run(rng, 30, [&] {
     if (++steps == 10) {
-      fabric_.atomically([&] {
-        for (auto& device : fabric_.hosts[1]) device->cut = true;
-      });
-    }
-    if (!down && sender_->link->set().up() == 0 && receiver_->link->set().up() == 0) {
-      down = true;
-      fabric_.atomically([&] {
-        fabric_.hosts[1][0]->connectError = ETIMEDOUT;
-        fabric_.hosts[1][1]->cut = false;
-      });
+      back = Deadline::afterMs(1500);
+      fabric_.atomically([&] { away(0, true), away(1, true); });
+    } else if (steps > 10 && back.passed()) {
+      fabric_.atomically([&] { away(1, false); });
     }
   });
-  EXPECT_TRUE(down);
+  EXPECT_GT(steps, 10);
+  EXPECT_TRUE(back.passed());
 }
 
 std::atomic<int> linesOfFailures{0};
