@@ -35,7 +35,7 @@
 
 namespace hoccl::net_plugin {
 
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 /// Messages up to here travel on the control socket.
 inline constexpr std::size_t kEagerBytes = 16 << 10;
 /// Small messages of a tag without a receive that the receiver keeps.

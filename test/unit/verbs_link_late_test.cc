@@ -201,6 +201,15 @@ TEST_F(VerbsLinkLateTest, ANicThatStaysAwayDoesNotHoldUpTheOther) {
   EXPECT_TRUE(back.passed());
 }
 
+TEST_F(VerbsLinkLateTest, AnOfferOfAnotherLayoutIsThatOfAnotherBuild) {
+  FrameHeader header;
+  header.kind = verbs_wire::kOffer;
+  header.bytes = sizeof(verbs_wire::Offer) - 8;
+  Status bad;
+  EXPECT_EQ(receiver_->link->place(header, &bad), nullptr);
+  EXPECT_NE(bad.message().find("builds of HOCCL differ"), std::string::npos) << bad.message();
+}
+
 std::atomic<int> linesOfFailures{0};
 
 TEST_F(VerbsLinkLateTest, TriesThatDoNotWorkFillNoLog) {

@@ -154,6 +154,13 @@ std::byte* PathSet::place(const FrameHeader& header, Status* bad) {
   const bool fits =
       header.kind == kRefuse ? header.bytes <= heard_.size() : header.bytes == expected;
   if (fits) return heard_.data();
+  if (header.kind == kOffer) {
+    *bad = Status::error(Code::Remote,
+                         fmt::format("an offer of queue pairs of {} bytes, which takes {} here: "
+                                     "the two builds of HOCCL differ",
+                                     header.bytes, sizeof(Offer)));
+    return nullptr;
+  }
   *bad = Status::error(Code::Remote,
                        fmt::format("a message of kind {} and {} bytes that makes no sense to a "
                                    "verbs connection",
