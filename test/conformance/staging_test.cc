@@ -252,6 +252,8 @@ std::string textOf(const std::vector<LogLine>& lines) {
 
 void trafficBetween(const Side& side, int version, Arena::Kind sending, Arena::Kind receiving,
                     const std::string& name) {
+  // A free gives up behind that time, which passes while a virtual machine stands still, too.
+  ::setenv("HOCCL_TIMEOUT_MS", "40000", 1);
   EmulatedGpu gpu(name.c_str());
   Session session(version);
   Net& net = session.net();

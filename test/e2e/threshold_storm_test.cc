@@ -47,6 +47,9 @@ Job& configure(Job& job, const Variant& variant, int seed) {
   if (variant.oneNode) job.oneNode();
   for (const auto& [name, value] : variant.environment) job.env(name, value);
   job.env("HOCCL_TIMEOUT_MS", "20000").env("NCCLSTANDIN_TIMEOUT_MS", "60000");
+  // A wait of the stand-in NCCL occupies a channel of copies, of which there are four a direction
+  // else, and two threads with three streams have more of them pending.
+  job.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
   job.argument("seed", std::to_string(seed + fromEnvironment("HOCCL_STORM_SEED", 0)));
   job.argument("bothSides", variant.bothSides ? "1" : "0");
   return job;

@@ -189,6 +189,28 @@ TEST_P(TcpBundleTest, SeveralPeersAtOnceInAnyOrder) {
   }
 }
 
+/// The setup of one peer looks at the listener, too, and may be the one that finds another.
+TEST_P(TcpBundleTest, APeerThatASetupHasFoundIsTold) {
+  auto listener = listen();
+  auto first = connect(*listener, "first");
+  auto answering = taken(*listener, first.get());
+  ASSERT_TRUE(answering);
+  auto second = connect(*listener, "second");
+  // All that the second sends has come before anybody looks.
+  for (int i = 0; i < 50; ++i) {
+    second->advance();
+    ::usleep(1000);
+  }
+  answering->advance();
+  pollfd watched{listener->watchFd(), POLLIN, 0};
+  EXPECT_EQ(::poll(&watched, 1, 0), 1) << "nobody would ask the listener";
+  auto other = listener->accept();
+  ASSERT_TRUE(other);
+  EXPECT_TRUE(says(other->hello(), "second"));
+  EXPECT_FALSE(listener->accept());
+  EXPECT_EQ(::poll(&watched, 1, 0), 0) << "it would be asked for ever";
+}
+
 TEST_P(TcpBundleTest, ARefusalCarriesCodeAndReason) {
   auto listener = listen();
   auto asking = connect(*listener);

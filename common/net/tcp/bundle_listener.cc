@@ -45,6 +45,10 @@ void ring(int eventFd) {
   const std::uint64_t one = 1;
   [[maybe_unused]] ssize_t put = ::write(eventFd, &one, sizeof one);
 }
+void unring(int eventFd) {
+  std::uint64_t rings = 0;
+  [[maybe_unused]] ssize_t got = ::read(eventFd, &rings, sizeof rings);
+}
 
 /// A connection whose greeting has not come in full.
 struct Knock {
@@ -117,9 +121,11 @@ class Lobby {
     epoll_.reset(::epoll_create1(EPOLL_CLOEXEC));
     timer_.reset(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
     reserve_ = reserveDescriptor();
-    if (!epoll_ || !timer_) return Status::fromErrno("epoll or timerfd of a listener", errno);
-    watch(listener_.get());
-    watch(timer_.get());
+    offers_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !timer_ || !offers_) {
+      return Status::fromErrno("epoll, timerfd or eventfd of a listener", errno);
+    }
+    for (const UniqueFd* each : {&listener_, &timer_, &offers_}) watch(each->get());
     return {};
   }
 
@@ -155,8 +161,10 @@ class Lobby {
       auto found = assemblies_.find(*id);
       if (found == assemblies_.end()) continue;
       found->second->offered = true;
+      if (ready_.empty()) unring(offers_.get());
       return found->second;
     }
+    unring(offers_.get());
     return nullptr;
   }
   void forget(const BundleId& id) { assemblies_.erase(id); }
@@ -274,6 +282,8 @@ class Lobby {
       assembly.hello = greeting.hello;
       assembly.from = knock.from;
       ready_.push_back(greeting.bundle);
+      // A setup under way may have been the one that looked; the listener's user has to come.
+      ring(offers_.get());
     }
     if (assembly.missing == 0) ring(assembly.event.get());
   }
@@ -300,6 +310,7 @@ class Lobby {
   BundleNonce nonce_{};
   SocketAddress address_;
   UniqueFd listener_, epoll_, timer_, reserve_;
+  UniqueFd offers_;  ///< an eventfd, readable while `ready_` may hold some
   bool saidTurnedAway_ = false;
   std::list<Knock> knocks_;
   std::map<BundleId, std::shared_ptr<Assembly>> assemblies_;
@@ -314,8 +325,7 @@ class Accepting final : public BundleSetup {
 
   State advance() override {
     if (state_ != State::Pending) return state_;
-    std::uint64_t rings = 0;
-    [[maybe_unused]] ssize_t got = ::read(assembly_->event.get(), &rings, sizeof rings);
+    unring(assembly_->event.get());
     lobby_->pump();
     char byte;
     // It sends nothing before the answer.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -222,6 +223,8 @@ class Storm {
       REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
       return;
     }
+    // An abort may end what a peer has not received yet.
+    rank_.barrier("child" + std::to_string(thread_) + "-" + std::to_string(number_));
     // Receives that nobody serves, long enough for them to be told.
     if (own_() % 2 == 0) {
       // Refused where a peer has ended the communicator already.
