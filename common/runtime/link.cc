@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/base/time.h"
 #include "common/runtime/chunk_plan.h"
 #include "common/runtime/state_machine.h"
 
@@ -32,6 +33,7 @@ struct ChunkRules {
   static void countCopied(Chunk& c) {
     --c.link->outLanesOf(c).inFlight;
     --c.link->outCopying_;
+    if (c.direct) c.link->owner_->directCopyTook(c.length, monotonicNs() - c.submittedNs);
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
   static void awaitWrite(Chunk& c) {
@@ -287,7 +289,7 @@ bool Link::nextToMove() {
     if (nextSend_ >= sends_.size()) nextSend_ = 0;
     const Op& op = *sends_[nextSend_];
     if (op.route == Op::Route::Direct) {
-      if (peer) return true;
+      if (peer && owner_->mayGo(op)) return true;
     } else if ((op.detour ? detour : out) && (op.matched || eager_ < eagerLimit_)) {
       return true;
     }
@@ -341,7 +343,10 @@ bool Link::claimOut() {
   ++outCopying_;
   op.issued += chunk.length;
   ++op.copiesInFlight;
-  if (chunk.direct) owner_->movesDirectly(op);
+  if (chunk.direct) {
+    chunk.submittedNs = monotonicNs();
+    owner_->movesDirectly(op);
+  }
   const LaneJob job = jobOf(chunk, op);
   if (op.issued == op.descriptor.bytes) {
     sends_.erase(sends_.begin() + static_cast<std::ptrdiff_t>(nextSend_));

@@ -38,9 +38,10 @@ struct Chunk {
   std::uint64_t length = 0;
   Op* op = nullptr;
   Link* link = nullptr;
-  bool direct = false;  ///< the bytes do not come through the slot
-  bool eager = false;   ///< out: sent before the receiver was ready
-  bool detour = false;  ///< the bytes are in the link's Detour instead of the slot
+  bool direct = false;            ///< the bytes do not come through the slot
+  std::uint64_t submittedNs = 0;  ///< out, direct
+  bool eager = false;             ///< out: sent before the receiver was ready
+  bool detour = false;            ///< the bytes are in the link's Detour instead of the slot
   /// In: no receive is ready for it yet, so the slot keeps the bytes. With neither `op` nor `early`
   /// nobody wants them any more.
   bool early = false;
@@ -70,6 +71,10 @@ class LinkOwner {
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
   /// All of `op` goes or comes by a direct copy that begins now; nobody can have seen its end.
   virtual void movesDirectly(const Op& op) = 0;
+  /// Whether it is that send's turn to go directly (turns.h).
+  virtual bool mayGo(const Op& op) = 0;
+  /// A direct copy of this mover has ended.
+  virtual void directCopyTook(std::uint64_t bytes, std::uint64_t ns) = 0;
   /// The receive a Chunk or Direct message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;
   /// A driver call failed: nothing can be moved any more.

@@ -184,6 +184,7 @@ bool MoverLoop::pollStarts() {
     any = true;
     if (over) continue;
     launch.started = true;
+    giveTurns(launch);
     // An operation that is ready at once may end inside arrived(), and with it the launch.
     for (std::size_t k = 0; k < launch.ops.size(); ++k) {
       if (launch.ops[k]) arrived(launch.ops[k], Op::kForStart);
@@ -497,6 +498,7 @@ void MoverLoop::activate(Op* op) {
   if (op->send()) {
     tellWaiting(*op);
     op->detour = mayDetour(*op);
+    if (op->route == Op::Route::Staged) leaveTurn(*op);
     op->link->startSend(op);
     return;
   }
@@ -585,6 +587,7 @@ void MoverLoop::finishOutOfSequence(Op* op) {
     (op->send() ? record.sentBytes : record.receivedBytes)
         .fetch_add(op->descriptor.bytes, std::memory_order_relaxed);
   }
+  leaveTurn(*op);
   Launch& launch = launches_[op->descriptor.launchSlot];
   if (!launch.started)
     std::replace(launch.ops.begin(), launch.ops.end(), op, static_cast<Op*>(nullptr));

@@ -82,6 +82,8 @@ class MoverLoop final : public LinkOwner {
   SharedLanes& inLanes() override { return in_; }
   SharedLanes& peerLanes() override { return peer_; }
   void movesDirectly(const Op& op) override;
+  bool mayGo(const Op& op) override;
+  void directCopyTook(std::uint64_t bytes, std::uint64_t ns) override;
   FlagWrite finishWrite(const Op& op) override;
   void address(const Op& op, Message* message) override;
   void copyEnded(Op& op, std::uint64_t bytes) override;
@@ -142,6 +144,8 @@ class MoverLoop final : public LinkOwner {
 
   // Direct copies within the node.
   [[nodiscard]] bool inReach(const Op& op) const;
+  void giveTurns(Launch& launch);
+  void leaveTurn(const Op& op);
   void offer(Op* op, Message* ready);
   [[nodiscard]] static bool mayDetour(const Op& send);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
@@ -191,6 +195,7 @@ class MoverLoop final : public LinkOwner {
   bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
   std::vector<Op*> scratch_;
+  double peerNsPerByte_ = 1 / 400.0;  ///< about as fast as this mover's direct copies have been
   bool stopping_ = false;
   bool stopped_ = false;
   bool broken_ = false;

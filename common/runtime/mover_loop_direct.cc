@@ -18,6 +18,8 @@ namespace {
 /// many times HOCCL_SPIN_US.
 constexpr std::uint64_t kSlowestBytesPerNs = 100;
 constexpr std::uint64_t kDirectSpinFactor = 64;
+/// From here on a launch's direct copies go out in turn.
+constexpr std::uint64_t kTurnBytes = 1 << 20;
 
 }  // namespace
 
@@ -185,7 +187,49 @@ void MoverLoop::releaseHolds(Link& link) {
   for (std::uint64_t ticket = 0; link.told().nextVoid(&ticket);) imports_.unhold(ticket);
 }
 
+/// Before anything of the launch moves. Small copies have no turns: their time is that of handing
+/// them over, during which the wire is free.
+void MoverLoop::giveTurns(Launch& launch) {
+  scratch_.clear();
+  for (Op* op : launch.ops) {
+    if (op && op->send() && inReach(*op) && op->descriptor.bytes >= kTurnBytes)
+      scratch_.push_back(op);
+  }
+  if (scratch_.size() < 2) return;
+  launch.turns.begin(static_cast<std::uint32_t>(scratch_.size()));
+  const auto distance = [](const Op* op) {
+    const CommunicatorInfo& info = op->communicator->info;
+    const auto ranks = static_cast<std::int32_t>(info.peers.size());
+    return (op->descriptor.peer - info.rank + ranks) % ranks;
+  };
+  std::sort(scratch_.begin(), scratch_.end(), [&](const Op* a, const Op* b) {
+    return std::pair(distance(a), a->descriptor.pairSequence) <
+           std::pair(distance(b), b->descriptor.pairSequence);
+  });
+  for (std::uint32_t turn = 0; turn < scratch_.size(); ++turn) scratch_[turn]->turn = turn;
+}
+
+void MoverLoop::leaveTurn(const Op& op) {
+  if (op.turn != Turns::kNone) launches_[op.descriptor.launchSlot].turns.leave(op.turn);
+}
+
+bool MoverLoop::mayGo(const Op& op) {
+  if (op.turn == Turns::kNone) return true;
+  const auto patience =
+      static_cast<std::uint64_t>(static_cast<double>(op.descriptor.bytes) * peerNsPerByte_);
+  return launches_[op.descriptor.launchSlot].turns.mayGo(
+      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), patience);
+}
+
+void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) {
+  if (bytes < kTurnBytes) return;
+  const double took = static_cast<double>(ns) / static_cast<double>(bytes);
+  // Most have waited for another or shared the wire with it: those that have not count.
+  peerNsPerByte_ = std::min(took, peerNsPerByte_ + (took - peerNsPerByte_) / 16);
+}
+
 void MoverLoop::movesDirectly(const Op& op) {
+  leaveTurn(op);
   // The copy is one piece, and a nap at its end would stretch it.
   const std::uint64_t longest = spinNs_ * kDirectSpinFactor;
   spinUntilNs_ = std::max(

@@ -6,6 +6,7 @@
 
 #include "common/gpu/driver.h"
 #include "common/runtime/segment.h"
+#include "common/runtime/turns.h"
 
 namespace hoccl {
 
@@ -46,11 +47,12 @@ struct Op {
   bool detour = false;  ///< a send to its own rank: its chunks take the link's Detour
   /// A receive: the sender may copy into the buffer, and has not announced anything yet.
   bool offered = false;
-  PeerImport* target = nullptr;   ///< a send's, if it goes directly
-  CUdeviceptr targetAddress = 0;  ///< where in it
-  Op* nextForTarget = nullptr;    ///< in the list of those that wait for `target`
-  Op* partner = nullptr;          ///< a send: its mirror; a mirror: its send; while neither is over
-  Op* next = nullptr;             ///< in the one list it is on: free, or waiting for an import
+  PeerImport* target = nullptr;       ///< a send's, if it goes directly
+  CUdeviceptr targetAddress = 0;      ///< where in it
+  std::uint32_t turn = Turns::kNone;  ///< a send's, among those of its launch that may go directly
+  Op* nextForTarget = nullptr;        ///< in the list of those that wait for `target`
+  Op* partner = nullptr;  ///< a send: its mirror; a mirror: its send; while neither is over
+  Op* next = nullptr;     ///< in the one list it is on: free, or waiting for an import
 
   [[nodiscard]] bool send() const { return descriptor.kind == OpKind::Send; }
   [[nodiscard]] bool mirror() const { return descriptor.kind == OpKind::Mirror; }
@@ -94,6 +96,7 @@ struct Launch {
   std::uint32_t streamsExpected = 0;
   std::uint32_t opsSeen = 0;
   std::uint32_t opsDone = 0;
+  Turns turns;
   bool active = false;
   bool started = false;
   bool finishByLane = false;  ///< the last copy writes `finish` itself

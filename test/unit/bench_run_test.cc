@@ -214,6 +214,22 @@ TEST_F(BenchRun, DirectCopiesAreNearlyBareOnes) {
   }
 }
 
+/// Each rank to the three others in rotation. If all of them sent to the same one at a time, the
+/// other GPUs' links would stand idle: three copies would take as long as five or more.
+TEST_F(BenchRun, AllGatherGoesInRotation) {
+  launch({kProgram, "bench",       "allgather", "-g",        "4",      "-b",      "32M", "-e",
+          "32M",    "-n",          "1",         "--batches", "3",      "-w",      "1",   "-c",
+          "0",      "--same-node", "--compare", "bare",      "--json", jsonFile()},
+         {"EMUCUDA_DILATION=2000"}, "out", "err", &pid_);
+  ASSERT_EQ(wait(), 0) << out() << err();
+  std::map<std::string, double> times;
+  for (const auto& row : rows()) {
+    if (row["in_place"] == true) times[row["path"]] = row["time_us"];
+  }
+  ASSERT_TRUE(times.count("direct") == 1 && times.count("steady") == 1) << out();
+  EXPECT_GT(times["steady"] / times["direct"], 0.8) << out();
+}
+
 TEST_F(BenchRun, WrongBytesAreCountedAndFail) {
   // A stand-in that moves nothing leaves the poison in the receive buffer.
   start({"--impl", "nccl", "-b", "1000", "-e", "1000", "-n", "1", "--json", jsonFile()},

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace hoccl {
+
+/// The order in which the direct copies of one launch go out: rank r to r+1, then to r+2, …, so
+/// that no GPU receives from many at once while others receive nothing. A copy whose receiver is
+/// not ready yet holds the later ones up, but only while the lanes are busy with earlier ones, and
+/// then for about as long as one copy takes: a receiver that is later than that has all its senders
+/// at once in any order.
+class Turns {
+ public:
+  static constexpr std::uint32_t kNone = ~0u;
+
+  /// Turns 0 to `count` - 1 are to come.
+  void begin(std::uint32_t count) {
+    left_.assign(count, false);  // keeps its capacity
+    next_ = 0;
+    heldSinceNs_ = 0;
+  }
+  /// That one has been submitted, or will not be.
+  void leave(std::uint32_t turn) {
+    if (turn >= left_.size()) return;
+    left_[turn] = true;
+    while (next_ < left_.size() && left_[next_]) ++next_;
+    heldSinceNs_ = 0;
+  }
+  /// Whether that one, which is ready, may go now. `lanesBusy`: one that goes now could not begin
+  /// at once.
+  [[nodiscard]] bool mayGo(std::uint32_t turn, bool lanesBusy, std::uint64_t nowNs,
+                           std::uint64_t patienceNs) {
+    if (turn == kNone || turn <= next_) return true;
+    if (lanesBusy) return false;
+    if (heldSinceNs_ == 0) heldSinceNs_ = nowNs;
+    return nowNs - heldSinceNs_ >= patienceNs;
+  }
+
+ private:
+  std::vector<bool> left_;
+  std::uint32_t next_ = 0;  ///< the first that is still to come
+  std::uint64_t heldSinceNs_ = 0;
+};
+
+}  // namespace hoccl

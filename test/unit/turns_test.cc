@@ -1,0 +1,67 @@
+// The order in which the direct copies of one launch go out.
+
+#include "common/runtime/turns.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+namespace hoccl {
+namespace {
+
+constexpr std::uint64_t kNow = 1'000'000, kPatience = 500;
+
+TEST(Turns, GoInOrderHoweverTheyBecomeReady) {
+  Turns turns;
+  turns.begin(3);
+  EXPECT_FALSE(turns.mayGo(2, false, kNow, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, false, kNow, kPatience));
+  EXPECT_TRUE(turns.mayGo(0, false, kNow, kPatience));
+  turns.leave(0);
+  EXPECT_FALSE(turns.mayGo(2, false, kNow, kPatience));
+  EXPECT_TRUE(turns.mayGo(1, true, kNow, kPatience)) << "whose turn it is goes behind others";
+  turns.leave(1);
+  EXPECT_TRUE(turns.mayGo(2, true, kNow, kPatience));
+}
+
+TEST(Turns, OneThatIsLateIsPassedOver) {
+  Turns turns;
+  turns.begin(4);
+  EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
+  // Busy lanes lose nothing by waiting, so that time does not count.
+  EXPECT_FALSE(turns.mayGo(1, true, kNow + 10 * kPatience, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, false, kNow + 20 * kPatience, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, false, kNow + 21 * kPatience - 1, kPatience));
+  EXPECT_TRUE(turns.mayGo(1, false, kNow + 21 * kPatience, kPatience));
+  turns.leave(1);
+  // Each further one waits again, since the late one may come meanwhile.
+  EXPECT_FALSE(turns.mayGo(2, false, kNow + 22 * kPatience, kPatience));
+  EXPECT_TRUE(turns.mayGo(2, false, kNow + 23 * kPatience, kPatience));
+  EXPECT_TRUE(turns.mayGo(0, true, kNow + 23 * kPatience, kPatience)) << "it has come";
+  turns.leave(0);
+  EXPECT_TRUE(turns.mayGo(2, true, kNow + 23 * kPatience, kPatience));
+}
+
+TEST(Turns, OneThatWillNotGoHoldsUpNobody) {
+  Turns turns;
+  turns.begin(3);
+  turns.leave(0);  // goes another way, or has failed
+  EXPECT_TRUE(turns.mayGo(1, true, kNow, kPatience));
+  turns.leave(0);
+  turns.leave(2);
+  turns.leave(1);
+  turns.leave(7);  // no such turn
+  turns.begin(2);
+  EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience)) << "the next launch begins anew";
+}
+
+TEST(Turns, WhatHasNoneGoesAtOnce) {
+  Turns turns;
+  turns.begin(2);
+  EXPECT_TRUE(turns.mayGo(Turns::kNone, true, kNow, kPatience));
+  turns.leave(Turns::kNone);
+  EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
+}
+
+}  // namespace
+}  // namespace hoccl
