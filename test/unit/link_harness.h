@@ -120,6 +120,8 @@ class End final : public LinkOwner {
   SharedLanes& inLanes() override { return in_; }
   SharedLanes& peerLanes() override { return peer_; }
   void movesDirectly(const Op&) override {}
+  bool mayGo(const Op&) override { return true; }
+  void directCopyTook(std::uint64_t, std::uint64_t) override {}
   FlagWrite finishWrite(const Op&) override { return {}; }
   void address(const Op& op, Message* message) override {
     message->communicator = kCommunicator;
