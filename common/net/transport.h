@@ -6,9 +6,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "common/base/fd.h"
 #include "common/base/flag.h"
 #include "common/base/status.h"
 
@@ -96,6 +98,12 @@ struct StagingGeometry {
   bool operator==(const StagingGeometry&) const = default;
 };
 
+/// A message with descriptors, between processes of one host.
+struct HandedOver {
+  std::vector<std::byte> data;
+  std::vector<UniqueFd> fds;
+};
+
 /// An established link to one peer. Slot i of `out` here is slot i of `in` there.
 class Connection {
  public:
@@ -126,6 +134,14 @@ class Connection {
   /// out whether the peer is gone. Any one thread, not necessarily that of the other calls.
   [[nodiscard]] virtual int watchFd() const = 0;
   virtual void watch() = 0;
+
+  /// Gives the peer a message with descriptors, waiting for room for at most so many ms. Only
+  /// between processes of one host, and from the thread that calls `watch`.
+  virtual Status handOver(const void*, std::size_t, std::span<const int>, std::uint64_t) {
+    return Status::error(Code::Unsupported, "no descriptor can be sent to another host");
+  }
+  /// The next such message that `watch` has found; false: none.
+  [[nodiscard]] virtual bool takeHandedOver(HandedOver*) { return false; }
 
   /// Something of this side is under way that shows only in the calls above: they have to be made
   /// soon even if nobody waits for anything. A mover does not go to sleep meanwhile.

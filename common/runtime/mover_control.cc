@@ -35,7 +35,8 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       timeoutMs_(config.timeoutMs),
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      spans_(d.driver) {
+      spans_(d.driver),
+      peerSpans_(d.driver, config.timeoutMs) {
   watch(application_);
   watch(applicationPidfd_.get());
   watch(queues_->controlEventFd);
@@ -82,6 +83,7 @@ void MoverControl::run() {
         for (auto& [peer, connection] : connections_) {
           if (connection->watchFd() != fd) continue;
           connection->watch();
+          peerSpans_.take(connection);
           if (connection->peerGone()) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
           post(LoopEvent{});  // wakes the loop, which looks at the connection itself
         }
@@ -119,11 +121,15 @@ void MoverControl::handle(ControlRequest& request) {
     case ControlRequest::Kind::Unmap:
       unmap(request);
       return;
+    case ControlRequest::Kind::ShareSpan:
+      shareSpan(request);
+      return;
     case ControlRequest::Kind::Retire:
       if (auto known = connections_.find(request.peer);
           known != connections_.end() && known->second == request.connection.get()) {
         connections_.erase(known);
       }
+      peerSpans_.abandon(request.peer);
       request.registration.reset();
       request.connection.reset();
       return;
@@ -137,7 +143,7 @@ void MoverControl::unmap(const ControlRequest& request) {
       status = HOCCL_CU(driver_, cuIpcCloseMemHandle(request.mapped));
       break;
     case BufferKind::Span:
-      status = spans_.unmap(request.buffer.allocationId);
+      status = request.serial ? unmapPeerSpan(request) : spans_.unmap(request.buffer.allocationId);
       break;
     case BufferKind::Staging:  // stays for good
       break;
@@ -160,6 +166,13 @@ void MoverControl::import(const ControlRequest& request) {
   event.allocation = request.buffer.allocationId;
   event.peer = request.peer;
   event.serial = request.serial;
+  event.buffer = request.buffer;
+  if (request.buffer.kind == BufferKind::Span && request.serial) {
+    takeFrom(request.peer);
+    event.status = peerSpans_.find(request.peer, request.buffer.allocationId, &event.address);
+    post(std::move(event));
+    return;
+  }
   if (request.buffer.kind == BufferKind::Span) {
     // One that is mapped is in the loop's cache since then.
     event.status = Status::error(
@@ -192,6 +205,31 @@ void MoverControl::import(const ControlRequest& request) {
                     request.serial ? "a peer" : "the application", request.buffer.allocationBase,
                     request.buffer.allocationBytes));
   }
+  post(std::move(event));
+}
+
+/// What was handed over before the messages that led here, even if nothing has told of it yet.
+void MoverControl::takeFrom(const PeerId& peer) {
+  const auto known = connections_.find(peer);
+  if (known == connections_.end()) return;
+  known->second->watch();
+  peerSpans_.take(known->second);
+}
+
+Status MoverControl::unmapPeerSpan(const ControlRequest& request) {
+  takeFrom(request.peer);
+  return peerSpans_.unmap(request.peer, request.buffer.allocationId);
+}
+
+void MoverControl::shareSpan(const ControlRequest& request) {
+  LoopEvent event;
+  event.kind = LoopEvent::Kind::SpanShared;
+  event.peer = request.peer;
+  event.buffer = request.buffer;
+  const auto known = connections_.find(request.peer);
+  event.status = known == connections_.end()
+                     ? Status::error(Code::Remote, "its mover has gone")
+                     : peerSpans_.share(known->second, spans_, request.buffer);
   post(std::move(event));
 }
 

@@ -13,6 +13,7 @@
 #include "common/base/time.h"
 #include "common/gpu/peer_memory.h"
 #include "common/runtime/mover_events.h"
+#include "common/runtime/peer_spans.h"
 #include "common/runtime/span_mapper.h"
 
 namespace hoccl {
@@ -61,6 +62,9 @@ class MoverControl {
   void advanceAttempts();
   void greet(Attempt& attempt);
   void established(std::unique_ptr<Connection> connection);
+  void takeFrom(const PeerId& peer);
+  Status unmapPeerSpan(const ControlRequest& request);
+  void shareSpan(const ControlRequest& request);
   void linkFailed(const PeerId& peer, const Status& status);
   void post(LoopEvent event);
   void watch(int fd);
@@ -98,6 +102,7 @@ class MoverControl {
   bool detourTried_ = false;
   PeerMemory detour_;
   SpanMapper spans_;
+  PeerSpans peerSpans_;
   std::map<PeerId, Connection*> connections_;  ///< owned by the loop until it retires them
 };
 

@@ -47,6 +47,7 @@ struct LoopEvent {
     LinkFailed,
     Imported,
     SpanAdded,
+    SpanShared,
     Unmapped,
     Scratch,
     DetourMade,
@@ -59,7 +60,8 @@ struct LoopEvent {
   HostRegistration registration;
   std::uint64_t allocation = 0;  ///< Imported, Unmapped
   std::uint64_t serial = 0;      ///< the same of a peer's memory: PeerImport::serial, and `peer`
-  BufferRef buffer{};            ///< SpanAdded
+  /// SpanAdded; SpanShared, which `peer` has or `status` says why not; Imported, of a peer's
+  BufferRef buffer{};
   std::unique_ptr<Detour> detour;
   CUdeviceptr address = 0;  ///< Imported, SpanAdded: of the buffer; Scratch: of the lanes' memory
   Status status;
@@ -67,7 +69,8 @@ struct LoopEvent {
 
 /// Loop to control thread.
 struct ControlRequest {
-  enum class Kind { None, Connect, Import, Unmap, Retire };
+  /// ShareSpan: the peer's mover is to have `buffer`.
+  enum class Kind { None, Connect, Import, Unmap, ShareSpan, Retire };
   Kind kind = Kind::None;
   PeerId peer;
   std::string address;

@@ -133,6 +133,9 @@ bool MoverLoop::takeEvents() {
         imports_.addSpan(event.buffer, event.address);
         segment_.header().imports.fetch_add(1, std::memory_order_relaxed);
         break;
+      case LoopEvent::Kind::SpanShared:
+        spanShared(event);
+        break;
       case LoopEvent::Kind::Unmapped:
         if (event.serial != 0) {
           const auto link = links_.find(event.peer);

@@ -147,13 +147,18 @@ class MoverLoop final : public LinkOwner {
   void giveTurns(Launch& launch);
   void leaveTurn(const Op& op);
   void offer(Op* op, Message* ready);
+  [[nodiscard]] bool tellOf(Link& link, const BufferRef& buffer);
+  void spanShared(const LoopEvent& event);
   [[nodiscard]] static bool mayDetour(const Op& send);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
   void targetImported(const LoopEvent& event);
-  void unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial);
+  void unmapTarget(const PeerId& peer, const BufferRef& which, CUdeviceptr address,
+                   std::uint64_t serial);
   void releaseTarget(Op* op);
   void tendTargets(Link& link);
   void takeBack(std::uint64_t allocation);
+  static void askToForget(Link& link, std::uint64_t allocation);
+  void tellStaged(const Status& why);
   void onForgotten(Link& link, const Message& message);
   void releaseHolds(Link& link);
   [[nodiscard]] bool awaitsPeer(const Op& op) const;

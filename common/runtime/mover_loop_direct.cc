@@ -21,6 +21,12 @@ constexpr std::uint64_t kDirectSpinFactor = 64;
 /// From here on a launch's direct copies go out in turn.
 constexpr std::uint64_t kTurnBytes = 1 << 20;
 
+void describeTo(Link& link, const BufferRef& buffer) {
+  Message parts[HandlePart::kParts];
+  PeerImports::describe(buffer, &parts);
+  for (const Message& part : parts) link.send(part);
+}
+
 }  // namespace
 
 bool MoverLoop::inReach(const Op& op) const {
@@ -42,17 +48,49 @@ bool MoverLoop::mayDetour(const Op& send) {
   return entry && entry->op && entry->op->descriptor.buffer.kind != BufferKind::Staging;
 }
 
+/// Whether the peer knows of that memory. A span takes the control threads of both movers some
+/// milliseconds: what is received in it meanwhile goes through the slots.
+bool MoverLoop::tellOf(Link& link, const BufferRef& buffer) {
+  if (buffer.kind == BufferKind::Device) {
+    if (link.told().tell(buffer.allocationId) == ToldPeer::State::New) describeTo(link, buffer);
+    return true;
+  }
+  const ToldPeer::State state = link.told().share(buffer.allocationId);
+  if (state == ToldPeer::State::New) {
+    ControlRequest share;
+    share.kind = ControlRequest::Kind::ShareSpan;
+    share.peer = link.peer();
+    share.buffer = buffer;
+    request(std::move(share));
+  }
+  return state == ToldPeer::State::Told;
+}
+
+/// A span of this side has been handed over to a peer's mover, or cannot be.
+void MoverLoop::spanShared(const LoopEvent& event) {
+  const auto position = links_.find(event.peer);
+  if (position == links_.end()) return;
+  Link& link = *position->second;
+  bool tell = false, forget = false;
+  link.told().shared(event.buffer.allocationId, static_cast<bool>(event.status), &tell, &forget);
+  if (tell) describeTo(link, event.buffer);
+  if (forget) askToForget(link, event.buffer.allocationId);
+  if (!event.status) tellStaged(event.status);
+}
+
+/// Once.
+void MoverLoop::tellStaged(const Status& why) {
+  if (std::exchange(toldStaged_, true)) return;
+  logInfo("some transfers within the node go through host memory and not directly: {}",
+          why.message());
+}
+
 /// The receive's Ready says where the sender may copy to; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
-  if (!inReach(*op) || buffer.kind != BufferKind::Device ||
-      !op->link->connection()->sharedSlots()) {
+  if (!inReach(*op) || buffer.kind == BufferKind::Staging ||
+      !op->link->connection()->sharedSlots() || !tellOf(*op->link, buffer)) {
     return;
-  }
-  if (op->link->told().tell(buffer.allocationId)) {
-    Message parts[HandlePart::kParts];
-    PeerImports::describe(buffer, &parts);
-    for (const Message& part : parts) op->link->send(part);
   }
   ready->turn = buffer.allocationId;
   ready->offset = buffer.offset;
@@ -105,15 +143,12 @@ void MoverLoop::targetImported(const LoopEvent& event) {
   PeerImport* target =
       position == links_.end() ? nullptr : position->second->imports().find(event.serial);
   if (!target) {  // its peer has gone meanwhile
-    if (event.status) unmapTarget(event.peer, event.address, event.serial);
+    if (event.status) unmapTarget(event.peer, event.buffer, event.address, event.serial);
     return;
   }
   PeerImports& imports = position->second->imports();
   imports.settle(target, event.status ? event.address : 0);
-  if (!event.status && !std::exchange(toldStaged_, true)) {
-    logInfo("some transfers within the node go through host memory and not directly: {}",
-            event.status.message());
-  }
+  if (!event.status) tellStaged(event.status);
   while (Op* op = target->waiters) {
     target->waiters = std::exchange(op->nextForTarget, nullptr);
     if (event.status) {
@@ -125,10 +160,11 @@ void MoverLoop::targetImported(const LoopEvent& event) {
   }
 }
 
-void MoverLoop::unmapTarget(const PeerId& peer, CUdeviceptr address, std::uint64_t serial) {
+void MoverLoop::unmapTarget(const PeerId& peer, const BufferRef& which, CUdeviceptr address,
+                            std::uint64_t serial) {
   ControlRequest unmap;
   unmap.kind = ControlRequest::Kind::Unmap;
-  unmap.buffer.kind = BufferKind::Device;
+  unmap.buffer = which;
   unmap.peer = peer;
   unmap.mapped = address;
   unmap.serial = serial;
@@ -151,7 +187,10 @@ void MoverLoop::releaseTarget(Op* op) {
 void MoverLoop::tendTargets(Link& link) {
   CUdeviceptr address = 0;
   std::uint64_t serial = 0, allocation = 0;
-  while (link.imports().nextUnmap(&address, &serial)) unmapTarget(link.peer(), address, serial);
+  BufferRef which;
+  while (link.imports().nextUnmap(&address, &serial, &which)) {
+    unmapTarget(link.peer(), which, address, serial);
+  }
   while (link.imports().nextForgotten(&allocation)) {
     Message message{};
     message.type = MessageType::Forgotten;
@@ -165,16 +204,25 @@ void MoverLoop::takeBack(std::uint64_t allocation) {
   for (auto& [peer, link] : links_) {
     if (!link->up()) continue;
     const std::uint64_t ticket = imports_.hold();
-    if (!link->told().takeBack(allocation, ticket)) {
-      imports_.unholdLast();
-      continue;
+    switch (link->told().takeBack(allocation, ticket)) {
+      case ToldPeer::TakenBack::NotTold:
+        imports_.unholdLast();
+        break;
+      case ToldPeer::TakenBack::Ask:
+        askToForget(*link, allocation);
+        break;
+      case ToldPeer::TakenBack::Later:  // spanShared
+        break;
     }
-    Message message{};
-    message.type = MessageType::Forget;
-    message.turn = allocation;
-    link->send(message);
-    link->connection()->nudge();
   }
+}
+
+void MoverLoop::askToForget(Link& link, std::uint64_t allocation) {
+  Message message{};
+  message.type = MessageType::Forget;
+  message.turn = allocation;
+  link.send(message);
+  link.connection()->nudge();
 }
 
 void MoverLoop::onForgotten(Link& link, const Message& message) {

@@ -45,7 +45,7 @@ bool PeerImports::tell(const Message& message) {
   Description description{};
   std::memcpy(&description, part_, sizeof description);
   auto import = std::make_unique<PeerImport>();
-  import->buffer.kind = BufferKind::Device;
+  import->buffer.kind = isSpan(part.allocation) ? BufferKind::Span : BufferKind::Device;
   import->buffer.allocationId = part.allocation;
   import->buffer.allocationBase = description.base;
   import->buffer.allocationBytes = description.bytes;
@@ -63,7 +63,7 @@ PeerImport* PeerImports::acquire(std::uint64_t allocation, bool* fresh) {
     import.state = PeerImport::State::Pending;
     import.serial = ++serials_;
     *fresh = true;
-    ++mapped_;
+    if (counts(import)) ++mapped_;
     work_ = work_ || mapped_ > capacity_;
   }
   ++import.users;
@@ -92,7 +92,8 @@ void PeerImports::settle(PeerImport* import, CUdeviceptr address) {
   import->address = address;
   work_ = true;
   const auto position = known_.find(import->buffer.allocationId);
-  if (!address && position != known_.end() && position->second.get() == import) --mapped_;
+  const bool known = position != known_.end() && position->second.get() == import;
+  if (!address && known && counts(*import)) --mapped_;
 }
 
 void PeerImports::forget(std::uint64_t allocation) {
@@ -102,8 +103,10 @@ void PeerImports::forget(std::uint64_t allocation) {
     forgotten_.push_back(allocation);
     return;
   }
-  const PeerImport::State state = position->second->state;
-  if (state == PeerImport::State::Pending || state == PeerImport::State::Ready) --mapped_;
+  const PeerImport& import = *position->second;
+  const bool mapped =
+      import.state == PeerImport::State::Pending || import.state == PeerImport::State::Ready;
+  if (mapped && counts(import)) --mapped_;
   leaving_.push_back(std::move(position->second));
   known_.erase(position);
 }
@@ -116,13 +119,16 @@ void PeerImports::unmapped(std::uint64_t serial) {
   work_ = true;
 }
 
-void PeerImports::unmap(PeerImport& import, CUdeviceptr* address, std::uint64_t* serial) {
+void PeerImports::unmap(PeerImport& import, CUdeviceptr* address, std::uint64_t* serial,
+                        BufferRef* which) {
+  *which = import.buffer;
+  if (import.serial == 0) import.serial = ++serials_;
   *address = std::exchange(import.address, 0);
   *serial = std::exchange(import.serial, 0);
   import.state = PeerImport::State::Told;
 }
 
-bool PeerImports::nextUnmap(CUdeviceptr* address, std::uint64_t* serial) {
+bool PeerImports::nextUnmap(CUdeviceptr* address, std::uint64_t* serial, BufferRef* which) {
   for (std::size_t i = 0; i < leaving_.size();) {
     PeerImport& import = *leaving_[i];
     if (import.users > 0 || import.state == PeerImport::State::Pending) {
@@ -130,9 +136,10 @@ bool PeerImports::nextUnmap(CUdeviceptr* address, std::uint64_t* serial) {
       continue;
     }
     const std::uint64_t allocation = import.buffer.allocationId;
-    const bool mapped = unmappable(import);
+    // A span is mapped when it comes, whether or not a send needs it.
+    const bool mapped = unmappable(import) || import.buffer.kind == BufferKind::Span;
     if (mapped) {
-      unmap(import, address, serial);
+      unmap(import, address, serial, which);
       unmapping_[*serial] = allocation;
     } else {
       forgotten_.push_back(allocation);
@@ -143,12 +150,13 @@ bool PeerImports::nextUnmap(CUdeviceptr* address, std::uint64_t* serial) {
   if (mapped_ > capacity_) {
     PeerImport* oldest = nullptr;
     for (auto& [allocation, import] : known_) {
-      if (unmappable(*import) && (!oldest || import->lastUse < oldest->lastUse)) {
+      if (unmappable(*import) && counts(*import) &&
+          (!oldest || import->lastUse < oldest->lastUse)) {
         oldest = import.get();
       }
     }
     if (oldest) {
-      unmap(*oldest, address, serial);
+      unmap(*oldest, address, serial, which);
       --mapped_;
       return true;
     }
@@ -173,6 +181,38 @@ void PeerImports::abandon() {
   work_ = true;
 }
 
+ToldPeer::State ToldPeer::tell(std::uint64_t allocation) {
+  return told_.try_emplace(allocation, State::Told).second ? State::New : State::Told;
+}
+
+ToldPeer::State ToldPeer::share(std::uint64_t allocation) {
+  const auto [position, added] = told_.try_emplace(allocation, State::Sharing);
+  return added ? State::New : position->second;
+}
+
+void ToldPeer::shared(std::uint64_t allocation, bool ok, bool* tell, bool* forget) {
+  const auto position = told_.find(allocation);
+  *tell = *forget = false;
+  if (position == told_.end() || position->second != State::Sharing) return;  // the peer has gone
+  // Asked to forget it, the peer lets go of whatever it has of it.
+  *forget = forgetWhenShared_.erase(allocation) > 0;
+  *tell = ok || *forget;
+  position->second = ok ? State::Told : State::Refused;
+  if (*forget) told_.erase(position);
+}
+
+ToldPeer::TakenBack ToldPeer::takeBack(std::uint64_t allocation, std::uint64_t ticket) {
+  const auto position = told_.find(allocation);
+  if (position == told_.end()) return TakenBack::NotTold;
+  const State state = position->second;
+  if (state != State::Sharing) told_.erase(position);
+  if (state == State::Refused) return TakenBack::NotTold;
+  asked_.emplace_back(allocation, ticket);
+  if (state != State::Sharing) return TakenBack::Ask;
+  forgetWhenShared_.insert(allocation);
+  return TakenBack::Later;
+}
+
 bool ToldPeer::answered(std::uint64_t allocation, std::uint64_t* ticket) {
   const auto position = std::find_if(asked_.begin(), asked_.end(),
                                      [&](const auto& each) { return each.first == allocation; });
@@ -184,6 +224,7 @@ bool ToldPeer::answered(std::uint64_t allocation, std::uint64_t* ticket) {
 
 bool ToldPeer::nextVoid(std::uint64_t* ticket) {
   told_.clear();
+  forgetWhenShared_.clear();
   if (asked_.empty()) return false;
   *ticket = asked_.back().second;
   asked_.pop_back();

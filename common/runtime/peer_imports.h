@@ -58,8 +58,9 @@ class PeerImports {
 
   /// nextUnmap or nextForgotten may have something.
   [[nodiscard]] bool work() const { return work_; }
-  /// Something to unmap now; false: nothing.
-  bool nextUnmap(CUdeviceptr* address, std::uint64_t* serial);
+  /// Something to unmap now; false: nothing. A span that no send has needed has address 0: its
+  /// mapping is the control thread's affair.
+  bool nextUnmap(CUdeviceptr* address, std::uint64_t* serial, BufferRef* which);
   /// An allocation of which nothing is left; false: none.
   bool nextForgotten(std::uint64_t* allocation);
   /// The peer has gone: everything has to be unmapped. What is being mapped is found no more.
@@ -69,7 +70,9 @@ class PeerImports {
   [[nodiscard]] bool unmappable(const PeerImport& import) const {
     return import.state == PeerImport::State::Ready && import.users == 0;
   }
-  void unmap(PeerImport& import, CUdeviceptr* address, std::uint64_t* serial);
+  /// What the capacity bounds: a span, once given up, could not be mapped again.
+  static bool counts(const PeerImport& import) { return import.buffer.kind == BufferKind::Device; }
+  void unmap(PeerImport& import, CUdeviceptr* address, std::uint64_t* serial, BufferRef* which);
 
   std::size_t capacity_;
   std::unordered_map<std::uint64_t, std::unique_ptr<PeerImport>> known_;  ///< by allocation
@@ -85,17 +88,30 @@ class PeerImports {
 };
 
 /// The other side: which allocations of this side's application one peer has been told of, and
-/// which it has been asked to forget and has not answered yet.
+/// which it has been asked to forget and has not answered yet. Of a span it is told when the
+/// control thread has handed it over.
 class ToldPeer {
  public:
-  /// False: it knows already.
-  bool tell(std::uint64_t allocation) { return told_.insert(allocation).second; }
-  /// It is to forget it, and `ticket` waits for the answer; false: it has not been told.
-  bool takeBack(std::uint64_t allocation, std::uint64_t ticket) {
-    if (told_.erase(allocation) == 0) return false;
-    asked_.emplace_back(allocation, ticket);
-    return true;
-  }
+  enum class State {
+    New,      ///< not told; from now on Told
+    Sharing,  ///< a span that is being handed over
+    Told,
+    Refused,  ///< a span that could not be handed over
+  };
+  State tell(std::uint64_t allocation);
+  /// A span: New once, and from then on Sharing until `shared`.
+  State share(std::uint64_t allocation);
+  /// It has been handed over, or could not be. `tell`: the peer is to be told of it now; `forget`:
+  /// and behind that asked to forget it.
+  void shared(std::uint64_t allocation, bool ok, bool* tell, bool* forget);
+
+  enum class TakenBack {
+    NotTold,
+    Ask,    ///< the peer is to be asked now
+    Later,  ///< when it has been told (`shared`)
+  };
+  /// The peer is to forget it, and `ticket` waits for the answer.
+  TakenBack takeBack(std::uint64_t allocation, std::uint64_t ticket);
   /// The answer has come; false: to nothing.
   bool answered(std::uint64_t allocation, std::uint64_t* ticket);
   /// The peer has gone, and with it its mappings: the next ticket that need not wait; false: none.
@@ -103,7 +119,8 @@ class ToldPeer {
   [[nodiscard]] bool waits() const { return !asked_.empty(); }
 
  private:
-  std::unordered_set<std::uint64_t> told_;
+  std::unordered_map<std::uint64_t, State> told_;
+  std::unordered_set<std::uint64_t> forgetWhenShared_;
   std::vector<std::pair<std::uint64_t, std::uint64_t>> asked_;  ///< allocation, ticket
 };
 

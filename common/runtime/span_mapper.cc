@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "common/gpu/mapped_segments.h"
+
 namespace hoccl {
 namespace {
 
@@ -122,6 +124,40 @@ Status SpanMapper::unmap(std::uint64_t id) {
   spans_.erase(position);
   if (building_ == id) building_ = 0;
   return undo(span);
+}
+
+Status SpanMapper::unmapAll() {
+  Status first;
+  while (!spans_.empty()) {
+    Status status = unmap(spans_.begin()->first);
+    if (!status && first) first = std::move(status);
+  }
+  return first;
+}
+
+CUdeviceptr SpanMapper::addressOf(std::uint64_t id) const {
+  const auto position = spans_.find(id);
+  return position == spans_.end() || building_ == id ? 0 : position->second.address;
+}
+
+Status SpanMapper::exportNext(AddSpan* message, std::vector<UniqueFd>* segments) const {
+  const CUdeviceptr address = addressOf(message->id);
+  if (address == 0) {
+    return Status::error(Code::Internal, fmt::format("span {:#x} is not mapped", message->id));
+  }
+  segments->clear();
+  message->pieces = 0;
+  std::uint64_t at = 0;
+  for (const std::uint64_t bytes : spans_.at(message->id).pieces) {
+    if (at >= message->done && message->pieces < kSpanPieces) {
+      UniqueFd segment;
+      HOCCL_RETURN_IF_ERROR(exportSegment(driver_, {address + at, bytes, 0}, &segment));
+      segments->push_back(std::move(segment));
+      message->pieceBytes[message->pieces++] = bytes;
+    }
+    at += bytes;
+  }
+  return {};
 }
 
 }  // namespace hoccl

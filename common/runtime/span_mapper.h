@@ -26,6 +26,12 @@ class SpanMapper {
              CUdeviceptr* address, std::uint32_t* refused);
   /// Error: what could not be undone; the rest has been.
   Status unmap(std::uint64_t id);
+  Status unmapAll();
+  /// Where all of that span is mapped; 0: it is not.
+  [[nodiscard]] CUdeviceptr addressOf(std::uint64_t id) const;
+  /// For another mover of this node: the segments of `message->id` behind `message->done` bytes, as
+  /// many as one message takes.
+  Status exportNext(AddSpan* message, std::vector<UniqueFd>* segments) const;
 
  private:
   struct Span {

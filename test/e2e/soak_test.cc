@@ -57,6 +57,10 @@ const Variant kVariants[] = {
      1,
      true,
      {{"EMUCUDA_DELAY_US", "50"}, {"HOCCL_SLOTS", "2"}, {"HOCCL_IMPORT_CACHE", "4"}}},
+    {"OneNodeSegments",
+     1,
+     true,
+     {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_DELAY_US", "30"}, {"HOCCL_IMPORT_CACHE", "8"}}},
     {"OneNodeWithoutP2P", 1, false, {{"EMUCUDA_P2P", "0"}}},
     {"Segments",
      2,
@@ -78,10 +82,7 @@ const Variant kVariants[] = {
      2,
      false,
      {{"E2E_MEMORY", "mapped"}, {"HOCCL_IMPORT_IDLE_MS", "1"}, {"HOCCL_IMPORT_CACHE", "1"}}},
-    {"AppCopies",
-     2,
-     false,
-     {{"HOCCL_APP_COPIES", "always"}, {"HOCCL_APP_COPY_BYTES", "1MiB"}}},
+    {"AppCopies", 2, false, {{"HOCCL_APP_COPIES", "always"}, {"HOCCL_APP_COPY_BYTES", "1MiB"}}},
 };
 
 std::uint64_t seedOf(std::size_t variant) {

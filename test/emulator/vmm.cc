@@ -219,6 +219,9 @@ CUresult cuMemSetAccess(CUdeviceptr pointer, size_t bytes, const CUmemAccessDesc
       if (context == nullptr) return CUDA_ERROR_INVALID_DEVICE;
       const std::uint64_t bit = std::uint64_t{1} << context->physical;
       for (const auto& mapping : mappings) {
+        const int home = mapping->backing->physical;
+        if (home != context->physical && !reachEachOther(home, context->physical))
+          return CUDA_ERROR_INVALID_DEVICE;
         if (descriptions[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
           mapping->access &= ~bit;
         else

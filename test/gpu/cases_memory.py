@@ -146,6 +146,44 @@ def expandable_segments(rank):
     }
 
 
+def expandable_directly(rank):
+    """Two GPUs of one node: the movers hand each other the segments once, and from then on every
+    transfer in them is one copy from GPU to GPU, until the cache is emptied."""
+    figures = {}
+    for repeat in range(3):
+        out, into = Buffer(256 * MIB + 5), Buffer(256 * MIB + 5)
+        expandable = {s["is_expandable"] for s in torch.cuda.memory_snapshot()}
+        rank.check(True in expandable, f"no segment is expandable: {expandable}")
+        for n in range(12):
+            if n == 2:
+                time.sleep(1)  # by then they have been handed over
+                rank.barrier()
+                expected = Expected(rank)
+            seed = 3000 + 100 * repeat + 2 * n
+            fill(out.bytes, seed + rank.rank)
+            torch.cuda.synchronize()
+            rank.barrier()
+            began = time.monotonic()
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, out.bytes, rank.peer),
+                    dist.P2POp(dist.irecv, into.bytes, rank.peer),
+                ]
+            ):
+                work.wait()
+            torch.cuda.synchronize()
+            took = time.monotonic() - began
+            problem = into.problem(seed + rank.peer)
+            rank.check(not problem, f"round {repeat}.{n}: {problem}")
+            if n >= 2:
+                expected.sends(256 * MIB + 5, 256 * MIB + 5)
+        expected.check("direct")
+        figures[f"rank{rank.rank}_last_gbs_{repeat}"] = round((256 * MIB + 5) / took / 1e9, 1)
+        del out, into
+        torch.cuda.empty_cache()
+    return figures
+
+
 def empty_cache_between(rank):
     expected = Expected(rank)
     for n in range(20):
@@ -268,6 +306,7 @@ RANK_CASES = {
     "mixed_kinds": mixed_kinds,
     "backend": backend,
     "expandable_segments": expandable_segments,
+    "expandable_directly": expandable_directly,
     "empty_cache_between": empty_cache_between,
     "out_of_memory_retry": out_of_memory_retry,
     "allocate_operate_free": allocate_operate_free,

@@ -28,7 +28,7 @@ ENV = {"HOCCL_SPANS": "on"}
 
 
 @contextlib.contextmanager
-def _ranks_with(context, name, value):
+def ranks_with(context, name, value):
     """A context whose ranks PyTorch's allocator is set so from its loading on, when it reads it."""
     work = context.path(name)
     os.makedirs(work)
@@ -105,5 +105,5 @@ def run(context):
         common.run_cases(context, "cases_memory", [(f"{kind}_memory", KIND_LIMIT_S)], env=ENV)
     common.run_cases(context, "cases_memory", [("mixed_kinds", KIND_LIMIT_S)], env=ENV)
     for name, value, case in ALLOCATORS:
-        with _ranks_with(context, name, value) as inner:
+        with ranks_with(context, name, value) as inner:
             common.run_cases(inner, "cases_memory", [(case, LIMIT_S)], prefix=name + "_", env=ENV)

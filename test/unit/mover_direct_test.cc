@@ -384,17 +384,18 @@ TEST(PeerImports, WhatIsForgottenGoesWhenItsLastUserHasGone) {
   tell(imports, 3);
   bool fresh = false;
   CUdeviceptr address = 0;
+  BufferRef which;
   std::uint64_t serial = 0, allocation = 0;
   PeerImport* import = imports.acquire(3, &fresh);
   const std::uint64_t first = import->serial;
   imports.forget(3);
-  EXPECT_FALSE(imports.nextUnmap(&address, &serial)) << "it is just being mapped";
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which)) << "it is just being mapped";
   ASSERT_EQ(imports.find(first), import);
   imports.settle(import, 0x5000);
-  EXPECT_FALSE(imports.nextUnmap(&address, &serial)) << "it has a user";
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which)) << "it has a user";
   EXPECT_FALSE(imports.nextForgotten(&allocation));
   imports.release(import);
-  ASSERT_TRUE(imports.nextUnmap(&address, &serial));
+  ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));
   EXPECT_EQ(address, 0x5000u);
   EXPECT_EQ(serial, first);
   EXPECT_FALSE(imports.nextForgotten(&allocation)) << "it is not unmapped yet";
@@ -411,6 +412,7 @@ TEST(PeerImports, NoMoreThanTheCapacityStaysMapped) {
   PeerImports imports(2);
   bool fresh = false;
   CUdeviceptr address = 0;
+  BufferRef which;
   std::uint64_t serial = 0;
   for (std::uint64_t n = 1; n <= 3; ++n) {
     tell(imports, n);
@@ -418,9 +420,9 @@ TEST(PeerImports, NoMoreThanTheCapacityStaysMapped) {
     imports.settle(import, 0x1000 * n);
     imports.release(import);
   }
-  ASSERT_TRUE(imports.nextUnmap(&address, &serial));
+  ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));
   EXPECT_EQ(address, 0x1000u) << "the one used longest ago";
-  EXPECT_FALSE(imports.nextUnmap(&address, &serial));
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which));
   imports.acquire(1, &fresh);
   EXPECT_TRUE(fresh) << "it is known, and has to be mapped anew";
 }

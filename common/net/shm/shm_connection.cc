@@ -5,11 +5,15 @@
 #include <cerrno>
 #include <utility>
 
+#include "common/base/log.h"
+#include "common/base/unix_socket.h"
+
 namespace hoccl {
 namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kRingMessages = 4096;  // power of two
+constexpr std::size_t kMostHandedOver = 512;   // bytes of a message
 
 constexpr std::size_t roundUp(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
 
@@ -86,14 +90,38 @@ void ShmConnection::nudge() {
 }
 
 void ShmConnection::watch() {
-  // After the set-up only nudges come over the socket, and the peer's end.
-  for (char byte = 0;;) {
-    const ssize_t got = ::recv(socket_.get(), &byte, 1, MSG_DONTWAIT);
-    if (got > 0) continue;
-    const bool alive = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-    if (!alive) gone_.store(true, std::memory_order_release);
-    return;
+  // After the set-up only nudges come over the socket, what is handed over, and the peer's end.
+  for (;;) {
+    std::byte buffer[kMostHandedOver];
+    std::size_t bytes = 0;
+    std::vector<UniqueFd> fds;
+    ReceiveState state = ReceiveState::WouldBlock;
+    const Status status = recvWithFds(socket_.get(), buffer, sizeof buffer, &bytes, &fds, &state);
+    if (!status) {
+      // A message that could not be taken in is lost; an error of the socket stays.
+      logInfo("from another mover of this node: {}", status.message());
+      char byte = 0;
+      const ssize_t got = ::recv(socket_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+      const bool alive = got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK));
+      if (alive) continue;
+      state = ReceiveState::Closed;
+    }
+    if (state == ReceiveState::Closed) gone_.store(true, std::memory_order_release);
+    if (state != ReceiveState::Message) return;
+    if (bytes > 1) handedOver_.push_back({{buffer, buffer + bytes}, std::move(fds)});
   }
+}
+
+Status ShmConnection::handOver(const void* data, std::size_t bytes, std::span<const int> fds,
+                               std::uint64_t timeoutMs) {
+  return sendWithFdsWithin(socket_.get(), data, bytes, fds, timeoutMs);
+}
+
+bool ShmConnection::takeHandedOver(HandedOver* out) {
+  if (handedOver_.empty()) return false;
+  *out = std::move(handedOver_.front());
+  handedOver_.pop_front();
+  return true;
 }
 
 }  // namespace hoccl

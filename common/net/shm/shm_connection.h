@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 
 #include "common/base/fd.h"
@@ -27,11 +28,16 @@ class ShmConnection final : public Connection {
   [[nodiscard]] bool sharedSlots() const override { return true; }
   [[nodiscard]] bool trySend(const Message& message) override;
   [[nodiscard]] bool tryReceive(Message* message) override;
-  [[nodiscard]] bool tryWrite(std::uint32_t, std::uint64_t, std::uint64_t) override { return false; }
+  [[nodiscard]] bool tryWrite(std::uint32_t, std::uint64_t, std::uint64_t) override {
+    return false;
+  }
   [[nodiscard]] bool peerGone() const override { return gone_.load(std::memory_order_acquire); }
   [[nodiscard]] int watchFd() const override { return socket_.get(); }
   void nudge() override;
   void watch() override;
+  Status handOver(const void* data, std::size_t bytes, std::span<const int> fds,
+                  std::uint64_t timeoutMs) override;
+  [[nodiscard]] bool takeHandedOver(HandedOver* out) override;
 
  private:
   struct MessageRing;
@@ -42,6 +48,7 @@ class ShmConnection final : public Connection {
   MessageRing* sendRing_ = nullptr;
   MessageRing* receiveRing_ = nullptr;
   std::atomic<bool> gone_{false};
+  std::deque<HandedOver> handedOver_;  ///< of the watching thread
 };
 
 }  // namespace hoccl
