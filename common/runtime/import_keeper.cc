@@ -120,9 +120,19 @@ void ImportKeeper::unmapped(std::uint64_t allocation) {
   SegmentHeader& header = segment_.header();
   header.unmaps.fetch_add(1, std::memory_order_relaxed);
   if (isSpan(allocation)) {
-    header.spans[slotOfSpan(allocation)].end(generationOfSpan(allocation));
+    ending_.push_back({allocation, lastHold_});
+    endSpans();
   }
   if (!drops_.empty()) work_ = true;
+}
+
+/// The application takes a span that is over for one that nobody has mapped, and frees its memory.
+void ImportKeeper::endSpans() {
+  std::erase_if(ending_, [&](const EndingSpan& span) {
+    if (!holds_.empty() && *holds_.begin() <= span.heldUntil) return false;
+    segment_.header().spans[slotOfSpan(span.id)].end(generationOfSpan(span.id));
+    return true;
+  });
 }
 
 void ImportKeeper::answerDrops() {

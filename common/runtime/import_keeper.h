@@ -54,6 +54,7 @@ class ImportKeeper {
   }
   void unhold(std::uint64_t ticket) {
     holds_.erase(ticket);
+    endSpans();
     work_ = work_ || !drops_.empty();
   }
   /// Takes back the last ticket, which nobody needed.
@@ -83,6 +84,7 @@ class ImportKeeper {
     std::uint64_t heldUntil = 0;  ///< and of the peers' holds the last one given out
   };
   void answerDrops();
+  void endSpans();
   void describe(PendingDrop& drop, const std::string& text);
   [[nodiscard]] bool held(const PendingDrop& drop) const {
     return drop.until != kNotYet && !holds_.empty() && *holds_.begin() <= drop.heldUntil;
@@ -98,6 +100,10 @@ class ImportKeeper {
   std::uint64_t unmapsAsked_ = 0, unmapsDone_ = 0;
   std::set<std::uint64_t> holds_;
   std::uint64_t lastHold_ = 0;
+  struct EndingSpan {
+    std::uint64_t id, heldUntil;
+  };
+  std::vector<EndingSpan> ending_;  ///< unmapped here, but perhaps not by all peers
   std::uint64_t idleNs_;
   std::uint64_t sweepAtNs_ = 0;
   std::uint64_t sweptAt_ = 0;  ///< the cache's clock at the last sweep

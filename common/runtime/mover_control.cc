@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 #include <sys/epoll.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -20,6 +22,17 @@ namespace {
 constexpr std::uint64_t kMaxRanks = 1u << 20;
 constexpr int kTickMs = 100;  // while a set-up with a deadline is under way
 
+/// Half of what this process may have at once, which becomes as many as the system lets it have: an
+/// application's soft limit is often 1024, and each segment of a span takes one.
+std::size_t descriptorsForSpans() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 0;
+  const rlimit raised{limit.rlim_max, limit.rlim_max};
+  if (::setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
+  constexpr rlim_t kMost = 1 << 20;
+  return static_cast<std::size_t>(std::min(limit.rlim_cur, kMost) / 2);
+}
+
 }  // namespace
 
 MoverControl::MoverControl(Dependencies d, const Config& config)
@@ -35,7 +48,7 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       timeoutMs_(config.timeoutMs),
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
-      spans_(d.driver),
+      spans_(d.driver, descriptorsForSpans()),
       peerSpans_(d.driver, config.timeoutMs) {
   watch(application_);
   watch(applicationPidfd_.get());
@@ -483,8 +496,7 @@ Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
   return {};
 }
 
-Status MoverControl::addSpan(const void* data, const std::vector<UniqueFd>& fds,
-                             std::uint32_t* refused) {
+Status MoverControl::addSpan(const void* data, std::vector<UniqueFd>& fds, std::uint32_t* refused) {
   AddSpan request{};
   std::memcpy(&request, data, sizeof request);
   if (request.magic != kMoverMagic || !isSpan(request.id) || slotOfSpan(request.id) >= kSpanSlots) {

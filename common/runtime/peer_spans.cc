@@ -27,10 +27,8 @@ AddSpan headerOf(const BufferRef& span) {
 Status PeerSpans::shareParts(Connection* to, const SpanMapper& own, const BufferRef& span) {
   AddSpan message = headerOf(span);
   while (message.done < message.bytes) {
-    std::vector<UniqueFd> segments;
-    HOCCL_RETURN_IF_ERROR(own.exportNext(&message, &segments));
     std::vector<int> fds;
-    for (const UniqueFd& segment : segments) fds.push_back(segment.get());
+    HOCCL_RETURN_IF_ERROR(own.passOn(&message, &fds));
     HOCCL_RETURN_IF_ERROR(to->handOver(&message, sizeof message, fds, timeoutMs_));
     for (std::size_t i = 0; i < message.pieces; ++i) message.done += message.pieceBytes[i];
   }

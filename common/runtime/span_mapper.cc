@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "common/gpu/mapped_segments.h"
-
 namespace hoccl {
 namespace {
 
@@ -68,7 +66,7 @@ Status SpanMapper::undo(const Span& span) {
   return first ? status : first;
 }
 
-Status SpanMapper::add(const AddSpan& message, const std::vector<UniqueFd>& segments, bool* whole,
+Status SpanMapper::add(const AddSpan& message, std::vector<UniqueFd>& segments, bool* whole,
                        CUdeviceptr* address, std::uint32_t* refused) {
   *refused = static_cast<std::uint32_t>(message.pieces);
   // What an application that gave up half-way has left.
@@ -101,6 +99,11 @@ Status SpanMapper::add(const AddSpan& message, const std::vector<UniqueFd>& segm
   for (std::uint32_t i = 0; status && i < message.pieces; ++i) {
     status = map(&span, segments[i].get(), message.pieceBytes[i]);
     if (!status) *refused = i;
+    // With one missing the others are of no use, and no further one is kept.
+    if (status && kept_ < mostKept_ && span.kept.size() + 1 == span.pieces.size()) {
+      span.kept.push_back(std::move(segments[i]));
+      ++kept_;
+    }
   }
   *whole = status && span.mapped == span.bytes;
   if (*whole) status = allowAccess(span);
@@ -122,6 +125,7 @@ Status SpanMapper::unmap(std::uint64_t id) {
   if (position == spans_.end()) return {};
   const Span span = std::move(position->second);
   spans_.erase(position);
+  kept_ -= span.kept.size();
   if (building_ == id) building_ = 0;
   return undo(span);
 }
@@ -140,22 +144,25 @@ CUdeviceptr SpanMapper::addressOf(std::uint64_t id) const {
   return position == spans_.end() || building_ == id ? 0 : position->second.address;
 }
 
-Status SpanMapper::exportNext(AddSpan* message, std::vector<UniqueFd>* segments) const {
-  const CUdeviceptr address = addressOf(message->id);
-  if (address == 0) {
+Status SpanMapper::passOn(AddSpan* message, std::vector<int>* segments) const {
+  const auto position = spans_.find(message->id);
+  if (position == spans_.end() || building_ == message->id) {
     return Status::error(Code::Internal, fmt::format("span {:#x} is not mapped", message->id));
+  }
+  const Span& span = position->second;
+  if (span.kept.size() != span.pieces.size()) {
+    return Status::error(Code::Unsupported,
+                         fmt::format("the mover keeps {} file descriptors of memory already, half "
+                                     "of what it may have (raise ulimit -n)",
+                                     kept_));
   }
   segments->clear();
   message->pieces = 0;
   std::uint64_t at = 0;
-  for (const std::uint64_t bytes : spans_.at(message->id).pieces) {
-    if (at >= message->done && message->pieces < kSpanPieces) {
-      UniqueFd segment;
-      HOCCL_RETURN_IF_ERROR(exportSegment(driver_, {address + at, bytes, 0}, &segment));
-      segments->push_back(std::move(segment));
-      message->pieceBytes[message->pieces++] = bytes;
-    }
-    at += bytes;
+  for (std::size_t i = 0; i < span.pieces.size(); at += span.pieces[i++]) {
+    if (at < message->done || message->pieces == kSpanPieces) continue;
+    segments->push_back(span.kept[i].get());
+    message->pieceBytes[message->pieces++] = span.pieces[i];
   }
   return {};
 }

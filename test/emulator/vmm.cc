@@ -273,7 +273,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* out, void*
     delayCall();
     const auto backing = importBacking(static_cast<int>(reinterpret_cast<std::intptr_t>(osHandle)));
     if (backing == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    backing->handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    backing->handleTypes = 0;  // as measured: what was imported cannot be exported again
     *out = addHandle(backing);
     return CUDA_SUCCESS;
   });

@@ -427,6 +427,94 @@ TEST(PeerImports, NoMoreThanTheCapacityStaysMapped) {
   EXPECT_TRUE(fresh) << "it is known, and has to be mapped anew";
 }
 
+/// The control thread maps a span when it comes, needed or not, and could not do so again.
+TEST(PeerImports, SpansStayUntilThePeerWantsThemBackAndThenGoEvenUnused) {
+  PeerImports imports(1);
+  bool fresh = false;
+  CUdeviceptr address = 0;
+  BufferRef which;
+  std::uint64_t serial = 0, allocation = 0;
+  const std::uint64_t used = spanId(1, 1), unused = spanId(2, 1);
+  for (std::uint64_t id : {used, unused, std::uint64_t{3}}) tell(imports, id);
+  PeerImport* import = imports.acquire(used, &fresh);
+  EXPECT_EQ(import->buffer.kind, BufferKind::Span);
+  imports.settle(import, 0x5000);
+  imports.release(import);
+  import = imports.acquire(3, &fresh);
+  imports.settle(import, 0x6000);
+  imports.release(import);
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which)) << "a span counts for no capacity";
+  for (std::uint64_t id : {used, unused}) {
+    imports.forget(id);
+    ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));
+    EXPECT_EQ(which.kind, BufferKind::Span);
+    EXPECT_EQ(which.allocationId, id);
+    EXPECT_NE(serial, 0u);
+    EXPECT_FALSE(imports.nextForgotten(&allocation)) << "it is not unmapped yet";
+    imports.unmapped(serial);
+    ASSERT_TRUE(imports.nextForgotten(&allocation));
+    EXPECT_EQ(allocation, id);
+  }
+}
+
+TEST(ToldPeer, KnowsOfASpanOnceItHasBeenHandedOver) {
+  ToldPeer told;
+  const std::uint64_t span = spanId(1, 1);
+  bool tell = true, forget = true;
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+  EXPECT_EQ(told.share(span), ToldPeer::State::Sharing);
+  told.shared(span, true, &tell, &forget);
+  EXPECT_TRUE(tell && !forget);
+  EXPECT_EQ(told.share(span), ToldPeer::State::Told);
+  EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Ask);
+  std::uint64_t ticket = 0;
+  EXPECT_TRUE(told.answered(span, &ticket));
+  EXPECT_EQ(ticket, 7u);
+}
+
+TEST(ToldPeer, ASpanThatCouldNotBeHandedOverIsNotTriedAgainNorAskedFor) {
+  ToldPeer told;
+  const std::uint64_t span = spanId(1, 1);
+  bool tell = true, forget = true;
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+  told.shared(span, false, &tell, &forget);
+  EXPECT_TRUE(!tell && !forget);
+  EXPECT_EQ(told.share(span), ToldPeer::State::Refused);
+  EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::NotTold);
+  EXPECT_FALSE(told.waits());
+}
+
+/// Its memory may be on the way: the peer is asked when it can have all of it, and a drop waits.
+TEST(ToldPeer, ASpanTakenBackWhileItIsHandedOverIsAskedForBehindThat) {
+  for (bool ok : {true, false}) {
+    ToldPeer told;
+    const std::uint64_t span = spanId(1, 1);
+    bool tell = false, forget = false;
+    EXPECT_EQ(told.share(span), ToldPeer::State::New);
+    EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Later);
+    EXPECT_TRUE(told.waits());
+    told.shared(span, ok, &tell, &forget);
+    EXPECT_TRUE(tell && forget) << "whatever has arrived has to go";
+    std::uint64_t ticket = 0;
+    EXPECT_TRUE(told.answered(span, &ticket));
+    EXPECT_EQ(ticket, 7u);
+  }
+}
+
+TEST(ToldPeer, APeerThatHasGoneHoldsNoSpan) {
+  ToldPeer told;
+  const std::uint64_t span = spanId(1, 1);
+  bool tell = true, forget = true;
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+  EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Later);
+  std::uint64_t ticket = 0;
+  EXPECT_TRUE(told.nextVoid(&ticket));
+  EXPECT_EQ(ticket, 7u);
+  EXPECT_FALSE(told.nextVoid(&ticket));
+  told.shared(span, true, &tell, &forget);
+  EXPECT_TRUE(!tell && !forget);
+}
+
 TEST(PeerImports, WhatCannotBeMappedIsTriedOnce) {
   PeerImports imports(2);
   tell(imports, 1);

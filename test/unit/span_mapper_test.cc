@@ -115,7 +115,10 @@ class SpanMapperTest : public ::testing::Test {
     for (std::size_t i = 0; i < descriptors; ++i) {
       fds.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     }
-    return mapper_.add(message, fds, &whole_, &address_, &refused_);
+    return add(&mapper_, message, std::move(fds));
+  }
+  Status add(SpanMapper* mapper, const AddSpan& message, std::vector<UniqueFd> fds) {
+    return mapper->add(message, fds, &whole_, &address_, &refused_);
   }
   static void expectNothingLeft() {
     EXPECT_TRUE(device.reserved.empty());
@@ -199,6 +202,58 @@ TEST_F(SpanMapperTest, AHalfThatIsNotGoneOnWithIsTakenBack) {
   EXPECT_EQ(device.mapped.size(), 1u);
   ASSERT_TRUE(mapper_.unmap(kOther));
   expectNothingLeft();
+}
+
+std::vector<UniqueFd> descriptors(std::size_t count) {
+  std::vector<UniqueFd> fds;
+  while (fds.size() < count) fds.emplace_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return fds;
+}
+
+TEST_F(SpanMapperTest, WhatItKeepsCanBePassedOnInParts) {
+  SpanMapper mapper(driver(), 100);
+  const std::uint64_t bytes = (kSpanPieces + 2) * kPiece;
+  std::vector<UniqueFd> first = descriptors(kSpanPieces), second = descriptors(2);
+  std::vector<int> sent;
+  for (const std::vector<UniqueFd>* each : {&first, &second}) {
+    for (const UniqueFd& fd : *each) sent.push_back(fd.get());
+  }
+  AddSpan out = message(kSpan, bytes, 0, 0);
+  std::vector<int> fds, passed;
+  ASSERT_TRUE(add(&mapper, message(kSpan, bytes, 0, kSpanPieces), std::move(first)));
+  EXPECT_FALSE(mapper.passOn(&out, &fds)) << "it is not whole";
+  ASSERT_TRUE(add(&mapper, message(kSpan, bytes, kSpanPieces * kPiece, 2), std::move(second)));
+  EXPECT_EQ(mapper.addressOf(kSpan), address_);
+  for (std::uint64_t wanted : {std::uint64_t{kSpanPieces}, std::uint64_t{2}}) {
+    ASSERT_TRUE(mapper.passOn(&out, &fds));
+    EXPECT_EQ(out.pieces, wanted);
+    EXPECT_EQ(fds.size(), wanted);
+    for (std::uint64_t i = 0; i < out.pieces; ++i) out.done += out.pieceBytes[i];
+    passed.insert(passed.end(), fds.begin(), fds.end());
+  }
+  EXPECT_EQ(out.done, bytes);
+  EXPECT_EQ(passed, sent);
+  ASSERT_TRUE(mapper.unmapAll());
+  EXPECT_EQ(mapper.addressOf(kSpan), 0u);
+  for (int fd : sent) EXPECT_EQ(::fcntl(fd, F_GETFD), -1) << "a descriptor keeps the memory";
+  expectNothingLeft();
+}
+
+TEST_F(SpanMapperTest, SpansBeyondTheDescriptorsItKeepsAreMappedAndStay) {
+  SpanMapper mapper(driver(), 3);
+  AddSpan out = message(kSpan, 2 * kPiece, 0, 0), other = message(kOther, 2 * kPiece, 0, 0);
+  std::vector<int> fds;
+  ASSERT_TRUE(add(&mapper, message(kSpan, 2 * kPiece, 0, 2), descriptors(2)));
+  ASSERT_TRUE(add(&mapper, message(kOther, 2 * kPiece, 0, 2), descriptors(2)));
+  EXPECT_TRUE(mapper.passOn(&out, &fds));
+  const Status status = mapper.passOn(&other, &fds);
+  EXPECT_EQ(status.code(), Code::Unsupported);
+  EXPECT_NE(status.message().find("ulimit -n"), std::string::npos) << status.message();
+  EXPECT_NE(mapper.addressOf(kOther), 0u);
+  // Once others have gone there is room again.
+  ASSERT_TRUE(mapper.unmapAll());
+  ASSERT_TRUE(add(&mapper, message(kOther, 2 * kPiece, 0, 2), descriptors(2)));
+  EXPECT_TRUE(mapper.passOn(&other, &fds));
 }
 
 TEST_F(SpanMapperTest, MessagesThatMakeNoSenseChangeNothing) {
