@@ -49,7 +49,7 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       spans_(d.driver, descriptorsForSpans()),
-      peerSpans_(d.driver, config.timeoutMs) {
+      peerSpans_(d.driver) {
   watch(application_);
   watch(applicationPidfd_.get());
   watch(queues_->controlEventFd);
@@ -400,7 +400,7 @@ void MoverControl::established(std::unique_ptr<Connection> connection) {
 }
 
 void MoverControl::applicationSays() {
-  alignas(8) std::byte buffer[512];
+  alignas(8) std::byte buffer[kMostMoverMessage];
   std::size_t bytes = 0;
   std::vector<UniqueFd> fds;
   ReceiveState state = ReceiveState::WouldBlock;

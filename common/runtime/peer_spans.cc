@@ -13,6 +13,10 @@
 namespace hoccl {
 namespace {
 
+/// A peer that is stopped lets its socket fill up; the control thread has others to serve.
+constexpr std::uint64_t kLongestMs = 200;
+static_assert(sizeof(AddSpan) <= 4096, "a connection of this host carries no more");
+
 AddSpan headerOf(const BufferRef& span) {
   AddSpan message{};
   message.magic = kMoverMagic;
@@ -22,25 +26,25 @@ AddSpan headerOf(const BufferRef& span) {
   return message;
 }
 
-}  // namespace
-
-Status PeerSpans::shareParts(Connection* to, const SpanMapper& own, const BufferRef& span) {
+Status shareParts(Connection* to, const SpanMapper& own, const BufferRef& span) {
   AddSpan message = headerOf(span);
   while (message.done < message.bytes) {
     std::vector<int> fds;
     HOCCL_RETURN_IF_ERROR(own.passOn(&message, &fds));
-    HOCCL_RETURN_IF_ERROR(to->handOver(&message, sizeof message, fds, timeoutMs_));
+    HOCCL_RETURN_IF_ERROR(to->handOver(&message, sizeof message, fds, kLongestMs));
     for (std::size_t i = 0; i < message.pieces; ++i) message.done += message.pieceBytes[i];
   }
   return {};
 }
+
+}  // namespace
 
 Status PeerSpans::share(Connection* to, const SpanMapper& own, const BufferRef& span) {
   Status status = shareParts(to, own, span);
   if (status) return {};
   // Takes back the parts before.
   const AddSpan over = headerOf(span);
-  (void)to->handOver(&over, sizeof over, {}, timeoutMs_);
+  (void)to->handOver(&over, sizeof over, {}, kLongestMs);
   return status.inContext(
       fmt::format("memory at {:#x} ({} bytes) cannot be given to a peer's mover",
                   span.allocationBase, span.allocationBytes));

@@ -17,8 +17,7 @@ namespace hoccl {
 /// which the loop sends once `share` has succeeded.
 class PeerSpans {
  public:
-  PeerSpans(const Driver* driver, std::uint64_t timeoutMs)
-      : driver_(driver), timeoutMs_(timeoutMs) {}
+  explicit PeerSpans(const Driver* driver) : driver_(driver) {}
 
   /// Hands the peer a span that is mapped in `own`. An error leaves the peer without it.
   Status share(Connection* to, const SpanMapper& own, const BufferRef& span);
@@ -31,10 +30,7 @@ class PeerSpans {
   void abandon(const PeerId& peer);
 
  private:
-  Status shareParts(Connection* to, const SpanMapper& own, const BufferRef& span);
-
   const Driver* driver_;
-  std::uint64_t timeoutMs_;
   std::map<PeerId, SpanMapper> mapped_;
 };
 

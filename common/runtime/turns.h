@@ -7,40 +7,47 @@ namespace hoccl {
 
 /// The order in which the direct copies of one launch go out: rank r to r+1, then to r+2, …, so
 /// that no GPU receives from many at once while others receive nothing. A copy whose receiver is
-/// not ready yet holds the later ones up, but only while the lanes are busy with earlier ones, and
+/// not ready yet holds the later ones up, but only while the lanes are busy with others, and
 /// then for about as long as one copy takes: a receiver that is later than that has all its senders
 /// at once in any order.
+///
+/// Lanes that other launches keep busy without end hold nobody up for ever.
 class Turns {
  public:
   static constexpr std::uint32_t kNone = ~0u;
+  /// Times the patience: as long as all copies of a launch on eight GPUs take on two lanes.
+  static constexpr std::uint64_t kMostPatience = 16;
 
   /// Turns 0 to `count` - 1 are to come.
   void begin(std::uint32_t count) {
     left_.assign(count, false);  // keeps its capacity
     next_ = 0;
-    heldSinceNs_ = 0;
+    heldSinceNs_ = idleSinceNs_ = 0;
   }
   /// That one has been submitted, or will not be.
   void leave(std::uint32_t turn) {
     if (turn >= left_.size()) return;
     left_[turn] = true;
     while (next_ < left_.size() && left_[next_]) ++next_;
-    heldSinceNs_ = 0;
+    heldSinceNs_ = idleSinceNs_ = 0;
   }
   /// Whether that one, which is ready, may go now. `lanesBusy`: one that goes now could not begin
   /// at once.
   [[nodiscard]] bool mayGo(std::uint32_t turn, bool lanesBusy, std::uint64_t nowNs,
                            std::uint64_t patienceNs) {
     if (turn == kNone || turn <= next_) return true;
-    if (lanesBusy) return false;
     if (heldSinceNs_ == 0) heldSinceNs_ = nowNs;
-    return nowNs - heldSinceNs_ >= patienceNs;
+    if (nowNs - heldSinceNs_ >= kMostPatience * patienceNs) return true;
+    if (lanesBusy) return false;
+    if (idleSinceNs_ == 0) idleSinceNs_ = nowNs;
+    return nowNs - idleSinceNs_ >= patienceNs;
   }
 
  private:
   std::vector<bool> left_;
-  std::uint32_t next_ = 0;  ///< the first that is still to come
-  std::uint64_t heldSinceNs_ = 0;
+  std::uint32_t next_ = 0;         ///< the first that is still to come
+  std::uint64_t heldSinceNs_ = 0;  ///< one that is ready has waited for an earlier one
+  std::uint64_t idleSinceNs_ = 0;  ///< and could have begun
 };
 
 }  // namespace hoccl

@@ -29,10 +29,10 @@ TEST(Turns, OneThatIsLateIsPassedOver) {
   turns.begin(4);
   EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
   // Busy lanes lose nothing by waiting, so that time does not count.
-  EXPECT_FALSE(turns.mayGo(1, true, kNow + 10 * kPatience, kPatience));
-  EXPECT_FALSE(turns.mayGo(1, false, kNow + 20 * kPatience, kPatience));
-  EXPECT_FALSE(turns.mayGo(1, false, kNow + 21 * kPatience - 1, kPatience));
-  EXPECT_TRUE(turns.mayGo(1, false, kNow + 21 * kPatience, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, true, kNow + 9 * kPatience, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, false, kNow + 10 * kPatience, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, false, kNow + 11 * kPatience - 1, kPatience));
+  EXPECT_TRUE(turns.mayGo(1, false, kNow + 11 * kPatience, kPatience));
   turns.leave(1);
   // Each further one waits again, since the late one may come meanwhile.
   EXPECT_FALSE(turns.mayGo(2, false, kNow + 22 * kPatience, kPatience));
@@ -40,6 +40,15 @@ TEST(Turns, OneThatIsLateIsPassedOver) {
   EXPECT_TRUE(turns.mayGo(0, true, kNow + 23 * kPatience, kPatience)) << "it has come";
   turns.leave(0);
   EXPECT_TRUE(turns.mayGo(2, true, kNow + 23 * kPatience, kPatience));
+}
+
+TEST(Turns, LanesThatOthersKeepBusyHoldNobodyUpForEver) {
+  Turns turns;
+  turns.begin(2);
+  constexpr std::uint64_t kLongest = Turns::kMostPatience * kPatience;
+  EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
+  EXPECT_FALSE(turns.mayGo(1, true, kNow + kLongest - 1, kPatience));
+  EXPECT_TRUE(turns.mayGo(1, true, kNow + kLongest, kPatience));
 }
 
 TEST(Turns, OneThatWillNotGoHoldsUpNobody) {
