@@ -39,7 +39,8 @@ Status Loopback::create(const VerbsGround& ground, std::size_t rails,
 bool Loopback::post(Way& way, ibv_send_wr& request, std::uint32_t* count) {
   counts_[request.wr_id] = count;
   request.send_flags = IBV_SEND_SIGNALED;
-  if (const int error = way.pair.postSend(&request); error != 0) {
+  bool someTaken = false;  // of one request none
+  if (const int error = way.pair.postSend(&request, &someTaken); error != 0) {
     counts_[request.wr_id] = nullptr;
     failure_ = Status::fromErrno("a write into device memory cannot be posted", error);
     return false;

@@ -48,7 +48,8 @@ struct Path {
   bool peerReported = false;  ///< the peer's report of this generation has come
   bool reportDue = false;     ///< this side's has not been taken by the socket
   std::uint64_t drainByNs = 0;
-  bool overdue = false;  ///< that has passed
+  bool overdue = false;    ///< that has passed
+  bool unstopped = false;  ///< the device has refused to stop it
   /// The peer has been, or is about to be, told what this generation has brought: what comes of it
   /// later counts no more, since the peer sends that again.
   bool spent = false;

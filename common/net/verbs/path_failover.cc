@@ -20,11 +20,7 @@
 namespace hoccl {
 namespace {
 
-/// What a stopped queue pair had is given back within microseconds; a device that is gone never
-/// does.
-constexpr std::uint64_t kDrainNs = 1'000'000'000;
-/// The next try comes after so long, and twice as long each time, up to the last.
-constexpr std::uint64_t kFirstBackoffNs = 250'000'000, kLastBackoffNs = 30'000'000'000;
+constexpr std::uint64_t kNsPerMs = 1'000'000;
 /// A path that has worked so long begins anew.
 constexpr std::uint64_t kSteadyNs = 10'000'000'000;
 
@@ -79,18 +75,19 @@ void PathSet::takeDown(Path& path, const std::string& why) {
   const std::uint64_t now = monotonicNs();
   const bool steady = path.state == Path::State::Up && now - path.upSinceNs > kSteadyNs;
   const bool tried = path.state != Path::State::Up && path.generation > 1;
-  path.backoffNs = path.backoffNs == 0 || steady ? kFirstBackoffNs
-                                                 : std::min(path.backoffNs * 2, kLastBackoffNs);
+  if (steady) path.backoffNs = 0;
+  path.backoffNs = nextBackoffNs(path);
   path.state = Path::State::Draining;
   path.problem = why;
-  path.drainByNs = now + kDrainNs;
+  path.drainByNs = now + settings_.drainMs * kNsPerMs;
   path.overdue = false;
   failedOver_ = true;
   if (path.pair) {
     if (Status status = path.pair.toError(); !status) {
-      // Without a queue pair nothing lands either.
+      // Without a queue pair nothing lands either. But what it has brought goes with it: first the
+      // completion queue is emptied.
       logWarn("verbs: {}: {}", path.text(), status.message());
-      path.pair = QueuePair();
+      path.unstopped = true;
       path.drainByNs = now;
     }
   }
@@ -115,7 +112,7 @@ void PathSet::noneLeft(const Path& path, const std::string& why) {
   logWarn("verbs: no queue pair to {} is left; new ones are tried for {} ms (HOCCL_TIMEOUT_MS)",
           path.rail->peerText, settings_.lastChanceMs);
   const std::uint64_t now = monotonicNs();
-  lastChanceByNs_ = now + settings_.lastChanceMs * 1'000'000;
+  lastChanceByNs_ = now + settings_.lastChanceMs * kNsPerMs;
   for (Path& each : paths_) each.retryAtNs = std::min(each.retryAtNs, now);
 }
 
@@ -148,14 +145,26 @@ bool PathSet::drained(Path& path, std::uint64_t now) {
 
 /// Nothing more comes over it: the peer may be told what has.
 void PathSet::drainedPath(Path& path) {
+  if (std::exchange(path.unstopped, false)) path.pair = QueuePair();
   sendsOut_ -= path.sends;
   path.sends = path.receives = path.usedReceives = 0;
   path.bytes = 0;
   path.spent = true;
   path.state = Path::State::Resting;
-  path.retryAtNs =
-      monotonicNs() + (lastChance() ? std::min(path.backoffNs, kFirstBackoffNs) : path.backoffNs);
+  path.retryAtNs = retryAtNs(path);
   path.reportDue = true;
+}
+
+std::uint64_t PathSet::nextBackoffNs(const Path& path) const {
+  const std::uint64_t first = settings_.firstBackoffMs * kNsPerMs,
+                      last = settings_.lastBackoffMs * kNsPerMs;
+  return path.backoffNs == 0 ? first : std::min(path.backoffNs * 2, last);
+}
+
+/// With none left there is no time to wait longer than at first.
+std::uint64_t PathSet::retryAtNs(const Path& path) const {
+  const std::uint64_t first = settings_.firstBackoffMs * kNsPerMs;
+  return monotonicNs() + (lastChance() ? std::min(path.backoffNs, first) : path.backoffNs);
 }
 
 void PathSet::sendReport(Path& path) {
@@ -243,7 +252,7 @@ void PathSet::onMended(Mender::Order order) {
   if (order.kind == Mender::Order::Kind::Make && !order.status) {
     // The peer knows nothing of it.
     path.state = Path::State::Resting;
-    path.backoffNs = std::min(path.backoffNs * 2, kLastBackoffNs);
+    path.backoffNs = nextBackoffNs(path);
     path.retryAtNs = monotonicNs() + path.backoffNs;
     return;
   }

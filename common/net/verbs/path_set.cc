@@ -183,9 +183,13 @@ bool PathSet::post(Path& path, WorkId id, std::uint32_t immediate, const PathWri
       first = &body;
     }
   }
-  if (const int error = path.pair.postSend(first); error != 0) {
+  bool someTaken = false;
+  if (const int error = path.pair.postSend(first, &someTaken); error != 0) {
     takeDown(path, Status::fromErrno("a write cannot be posted", error).message());
-    return false;
+    // The bytes without their word may be on their way: gone again over another path at once, those
+    // could land in a receive that is over. The peer's report sends them again, as with any
+    // failure.
+    return someTaken;
   }
   const std::uint32_t requests = first == &body ? 2 : 1;
   path.sends += requests;

@@ -83,7 +83,7 @@ class PathSet {
   void poll();
   /// The path with the least to send, of those with room; null: none now.
   [[nodiscard]] Path* pathFor();
-  /// False: no room, or the path has failed right now.
+  /// False: no room, or the path has failed right now; nothing has gone.
   bool post(Path& path, WorkId id, std::uint32_t immediate, const PathWrite& write);
   /// Of the set's own memory.
   bool postOwn(Path& path, WorkId id, std::uint32_t immediate, const void* data,
@@ -134,6 +134,8 @@ class PathSet {
   void tendPaths();
   static bool drained(Path& path, std::uint64_t now);
   void drainedPath(Path& path);
+  [[nodiscard]] std::uint64_t nextBackoffNs(const Path& path) const;
+  [[nodiscard]] std::uint64_t retryAtNs(const Path& path) const;
   void sendReport(Path& path);
   void onReport(const verbs_wire::Report& report);
   void onGivenUp(Path& path, const verbs_wire::Report& report);
