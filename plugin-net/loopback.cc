@@ -97,6 +97,11 @@ Status Loopback::progress() {
   for (Way& way : ways_) {
     if (way.out == 0) continue;
     const int count = way.completions.poll(done.data(), static_cast<int>(done.size()));
+    if (count < 0) {
+      return failure_ = Status::error(
+                 Code::System,
+                 fmt::format("a NIC's completion queue is broken (ibv_poll_cq: {})", count));
+    }
     for (int i = 0; i < count; ++i) {
       const ibv_wc& completion = done[static_cast<std::size_t>(i)];
       if (completion.wr_id >= kDepth || counts_[completion.wr_id] == nullptr) continue;

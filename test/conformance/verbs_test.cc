@@ -269,7 +269,7 @@ TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
     for (const bool farSends : {true, false}) {
       for (const bool farReceives : {true, false}) {
         for (const std::size_t bytes : {1u, 0u, 8u, 5000u, 16384u, 16385u, 300001u}) {
-          ++seed;
+          const bool exact = ++seed % 2 == 0;
           if (side.rank() == 0) {
             unsigned char* const data = farSends ? far.data : near.data.data();
             fill(data, bytes, seed);
@@ -278,11 +278,13 @@ TEST_F(Verbs, MemoryThatTheCpuDoesNotReach) {
             if (farSends) far.unlock();
             continue;
           }
+          // A receive that is no larger than the message may be a small one, too.
+          const std::size_t room = exact ? std::max<std::size_t>(bytes, 1) : kRoom - 64;
           unsigned char* const data = farReceives ? far.data : near.data.data();
           void* const handle = farReceives ? far.handle : near.handle;
           std::memset(data, 0xcd, kRoom);
           if (farReceives) far.lock();
-          const int got = finish(net, receiveInto(net, comm, data, kRoom - 64, handle));
+          const int got = finish(net, receiveInto(net, comm, data, room, handle));
           REQUIRE(got == static_cast<int>(bytes));
           void* flush = nullptr;
           REQUIRE_OK(net.flush(comm, data, got, &flush, handle));

@@ -48,6 +48,7 @@ struct FakeDevice : ibv_device {
   int connectError = 0;    ///< its queue pairs cannot be connected
   int stopError = 0;       ///< its queue pairs cannot be put into error
   bool pollFails = false;  ///< its completion queues are broken
+  int queueTries = 0;      ///< queue pairs it was asked for
   std::uint32_t vendorError = 0x81;
   unsigned lastAccess = 0;  ///< of a registration
 
@@ -279,6 +280,7 @@ class FakeFabric {
   }
   static ibv_qp* createQp(ibv_pd* pd, ibv_qp_init_attr* init) {
     FakeDevice& device = *deviceOf(pd->context);
+    ++device.queueTries;
     errno = device.queueError != 0 ? device.queueError : EINVAL;
     if (device.queueError != 0) return nullptr;
     if (init->cap.max_inline_data > device.mostInline) return nullptr;

@@ -19,6 +19,8 @@ struct Rail {
   std::uint32_t peerKey = 0;
   bool adaptive = false;  ///< adaptive routing: the bytes of a piece and its word go apart
   bool emptied = false;   ///< the completion queue has been, since this was last set to false
+  bool broken = false;    ///< it cannot be polled: no queue pair of this rail carries anything more
+  std::string problem;    ///< why
   std::string peerText;   ///< "mlx5_0:1 (GID 10.0.0.2)"
 };
 

@@ -23,6 +23,8 @@ namespace {
 constexpr std::uint64_t kNsPerMs = 1'000'000;
 /// A path that has worked so long begins anew.
 constexpr std::uint64_t kSteadyNs = 10'000'000'000;
+/// One that is tried again so seldom has no hurry.
+constexpr std::uint64_t kSeldomNs = 1'000'000'000;
 
 }  // namespace
 
@@ -57,6 +59,13 @@ bool PathSet::settling() const {
          });
 }
 
+bool PathSet::owing() const {
+  return failedOver_ && std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
+           return p.state == Path::State::Draining ||
+                  (p.state == Path::State::Resting && !p.peerReported);
+         });
+}
+
 void PathSet::stop() {
   for (Path& path : paths_) {
     sendsOut_ -= path.sends;
@@ -81,7 +90,7 @@ void PathSet::takeDown(Path& path, const std::string& why) {
   path.problem = why;
   path.drainByNs = now + settings_.drainMs * kNsPerMs;
   path.overdue = false;
-  failedOver_ = true;
+  press();
   if (path.pair) {
     if (Status status = path.pair.toError(); !status) {
       // Without a queue pair nothing lands either. But what it has brought goes with it: first the
@@ -107,7 +116,9 @@ void PathSet::takeDown(Path& path, const std::string& why) {
 
 void PathSet::noneLeft(const Path& path, const std::string& why) {
   lastProblem_ = fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why);
-  if (!stood_ || settings_.lastChanceMs == 0) return end(lastProblem_);
+  const bool hopeless =
+      std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->broken; });
+  if (!stood_ || settings_.lastChanceMs == 0 || hopeless) return end(lastProblem_);
   if (lastChance()) return;
   logWarn("verbs: no queue pair to {} is left; new ones are tried for {} ms (HOCCL_TIMEOUT_MS)",
           path.rail->peerText, settings_.lastChanceMs);
@@ -122,7 +133,7 @@ void PathSet::tendPaths() {
     return end(fmt::format("{}; no new one has worked within {} ms (HOCCL_TIMEOUT_MS)",
                            lastProblem_, settings_.lastChanceMs));
   }
-  failedOver_ = lastChance();
+  failedOver_ = pressing_ = lastChance();
   Mender::Order order;
   if (mender_.take(&order)) onMended(std::move(order));
   for (Path& path : paths_) {
@@ -132,11 +143,30 @@ void PathSet::tendPaths() {
         failedOver_ || (path.state != Path::State::Up && path.state != Path::State::Unusable);
   }
   mendNext();
+  for (const Path& path : paths_) pressing_ = pressing_ || presses(path, now);
+}
+
+bool PathSet::presses(const Path& path, std::uint64_t now) const {
+  switch (path.state) {
+    case Path::State::Draining:
+    case Path::State::Mending:
+      return true;
+    case Path::State::Resting:
+      if (!path.peerReported || path.reportDue) return true;
+      if (!connecting_) return path.peerTries;
+      return !path.rail->broken && (path.backoffNs <= kSeldomNs || now >= path.retryAtNs);
+    case Path::State::Offered:
+    case Path::State::Probing:
+    case Path::State::Up:
+    case Path::State::Unusable:
+      return path.reportDue;
+  }
+  return false;
 }
 
 /// All that was posted has come back, or what has not does not.
 bool PathSet::drained(Path& path, std::uint64_t now) {
-  if (path.sends == 0 && path.receives == 0) return true;
+  if ((path.sends == 0 && path.receives == 0) || path.rail->broken) return true;
   if (now < path.drainByNs) return false;
   // This thread may have stood still: what came back in time may lie in the queue.
   if (!std::exchange(path.overdue, true)) path.rail->emptied = false;
@@ -185,6 +215,7 @@ void PathSet::onReport(const verbs_wire::Report& report) {
   takeDown(path, fmt::format("its side says: {}", verbs_wire::getText(report.why)));
   if (gone()) return;
   path.peerReported = true;
+  press();
   user_.failedOver(path, report);
 }
 
@@ -200,7 +231,7 @@ void PathSet::onGivenUp(Path& path, const verbs_wire::Report& report) {
   path.problem = fmt::format("its side says: {}", verbs_wire::getText(report.why));
   path.peerTries = false;
   path.peerReported = path.reportDue = true;
-  failedOver_ = true;
+  press();
 }
 
 // --- And into use again --------------------------------------------------------------------------
@@ -225,7 +256,15 @@ void PathSet::mendNext() {
 /// other when the peer has one.
 void PathSet::mend(Path& path) {
   if (!path.peerReported || path.reportDue) return;
-  if (connecting_ ? monotonicNs() < path.retryAtNs : !path.peerTries) return;
+  if (connecting_ ? path.rail->broken || monotonicNs() < path.retryAtNs : !path.peerTries) return;
+  if (path.rail->broken) {
+    // The peer is to give its try up, and hears why.
+    path.generation = path.again.generation;
+    path.problem = path.rail->problem;
+    path.peerTries = path.peerReported = false;
+    path.reportDue = true;
+    return;
+  }
   Mender::Order order;
   order.kind = connecting_ ? Mender::Order::Kind::Make : Mender::Order::Kind::MakeAndConnect;
   order.path = &path;
@@ -253,7 +292,7 @@ void PathSet::onMended(Mender::Order order) {
     // The peer knows nothing of it.
     path.state = Path::State::Resting;
     path.backoffNs = nextBackoffNs(path);
-    path.retryAtNs = monotonicNs() + path.backoffNs;
+    path.retryAtNs = retryAtNs(path);
     return;
   }
   if (order.kind != Mender::Order::Kind::Connect) {
@@ -266,6 +305,7 @@ void PathSet::onMended(Mender::Order order) {
     return takeDown(path, "its side has given it up");
   }
   if (!order.status) return takeDown(path, order.status.message());
+  if (path.rail->broken) return takeDown(path, path.rail->problem);
   if (order.kind == Mender::Order::Kind::Connect) {
     const verbs_wire::PathEnd end{path.index, path.generation, 0, 0};
     path.state = Path::State::Probing;
@@ -287,7 +327,7 @@ void PathSet::onAgain(const verbs_wire::PathEnd& end) {
   if (end.generation != path.generation + 1) return nonsense("a try out of turn");
   path.again = end;
   path.peerTries = true;
-  failedOver_ = true;
+  press();
 }
 
 /// Connecting side: the peer has one, too, that is connected.
@@ -298,7 +338,7 @@ void PathSet::onAnswer(const verbs_wire::PathEnd& end) {
   path.peer.number = end.number;
   path.peer.sequence = end.sequence;
   path.answered = true;  // until the mender is free
-  failedOver_ = true;
+  press();
 }
 
 void PathSet::connectMended(Path& path) {

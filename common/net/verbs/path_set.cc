@@ -34,8 +34,9 @@ std::size_t PathSet::upAt(const Rail& rail) const {
 void PathSet::poll() {
   std::array<ibv_wc, kCompletionsAtOnce> completions;
   for (auto& rail : rails_) {
-    for (int round = 0; round < kCompletionRounds; ++round) {
+    for (int round = 0; round < kCompletionRounds && !rail->broken; ++round) {
       const int count = rail->completions.poll(completions.data(), kCompletionsAtOnce);
+      if (count < 0) breakRail(*rail, count);
       for (int i = 0; i < count; ++i) onCompletion(completions[static_cast<std::size_t>(i)]);
       if (count < kCompletionsAtOnce) {
         rail->emptied = true;
@@ -55,6 +56,17 @@ void PathSet::poll() {
     } else {
       takeDown(path, Status::fromErrno("no receives can be posted", error).message());
     }
+  }
+}
+
+/// Nothing is heard of its queue pairs any more, nor would be of new ones.
+void PathSet::breakRail(Rail& rail, int error) {
+  rail.broken = true;
+  rail.problem = fmt::format(
+      "the completion queue of {} is broken (ibv_poll_cq: {}): this connection uses it no more",
+      rail.nic->text(), error);
+  for (Path& path : paths_) {
+    if (path.rail == &rail && path.alive()) takeDown(path, rail.problem);
   }
 }
 

@@ -93,7 +93,7 @@ class PathSet {
   // --- Failures (path_failover.cc).
   /// What is to be done about paths that have failed; cheap while none has.
   void tend() {
-    if (failedOver_) tendPaths();
+    if (failedOver_ && (pressing_ || ++untended_ % kTendsApart == 0)) tendPaths();
   }
   /// The connection ends for that reason, which the peer is told.
   void end(const std::string& why);
@@ -109,6 +109,11 @@ class PathSet {
   [[nodiscard]] bool settling() const;
   /// Some path is not in use and may be again.
   [[nodiscard]] bool failing() const { return failedOver_; }
+  /// Something is to be done about one, or to be heard of it, soon. Not while all there is to do is
+  /// to try a NIC again that has stayed away for a while: that is to cost those in use nothing.
+  [[nodiscard]] bool pressing() const { return failedOver_ && pressing_; }
+  /// What has been posted on some path may have to go again: the peer has not said yet.
+  [[nodiscard]] bool owing() const;
   /// None is, and new ones are being tried before that is the end.
   [[nodiscard]] bool lastChance() const { return lastChanceByNs_ != 0; }
   [[nodiscard]] std::uint64_t sendsOut() const { return sendsOut_; }
@@ -125,9 +130,12 @@ class PathSet {
   [[nodiscard]] const QueuePairShape& shape() const { return shape_; }
 
  private:
+  /// While nothing presses, every so many calls see whether a retry is due.
+  static constexpr std::uint32_t kTendsApart = 64;
   void onOffer(const verbs_wire::Offer& offer);
   void onGo();
   void onCompletion(const ibv_wc& completion);
+  void breakRail(Rail& rail, int error);
   void probe(Path& path);
   void takeDown(Path& path, const std::string& why);
   void noneLeft(const Path& path, const std::string& why);
@@ -147,6 +155,8 @@ class PathSet {
   void onAnswer(const verbs_wire::PathEnd& end);
   void onAgainGo(const verbs_wire::PathEnd& end);
   [[nodiscard]] bool anyAlive() const;
+  [[nodiscard]] bool presses(const Path& path, std::uint64_t now) const;
+  void press() { failedOver_ = pressing_ = true; }
 
   PathUser& user_;
   VerbsSettings settings_;
@@ -158,6 +168,8 @@ class PathSet {
   std::vector<Path> paths_;  ///< paths_[rail * pairs + pair]
   std::size_t nextPath_ = 0, nextMend_ = 0;
   bool failedOver_ = false;     ///< some path is neither up nor unusable: tendPaths has work
+  bool pressing_ = false;       ///< and that soon
+  std::uint32_t untended_ = 0;  ///< calls since it had
   std::uint64_t sendsOut_ = 0;  ///< over all paths
   bool offered_ = false, settled_ = false;
   bool stood_ = false;  ///< some path has been up
