@@ -18,7 +18,7 @@ namespace {
 #ifdef __SANITIZE_THREAD__
 constexpr int kRounds = 2;  // it takes a hundred times as long
 #else
-constexpr int kRounds = 12;
+constexpr int kRounds = 24;
 #endif
 
 class VerbsLinkStormTest : public VerbsLinkTest {
