@@ -263,17 +263,12 @@ void MoverLoop::leaveTurn(const Op& op) {
 
 bool MoverLoop::mayGo(const Op& op) {
   if (op.turn == Turns::kNone) return true;
-  const auto patience =
-      static_cast<std::uint64_t>(static_cast<double>(op.descriptor.bytes) * peerNsPerByte_);
   return launches_[op.descriptor.launchSlot].turns.mayGo(
-      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), patience);
+      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), pace_.of(op.descriptor.bytes));
 }
 
 void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) {
-  if (bytes < kTurnBytes) return;
-  const double took = static_cast<double>(ns) / static_cast<double>(bytes);
-  // Most have waited for another or shared the wire with it: those that have not count.
-  peerNsPerByte_ = std::min(took, peerNsPerByte_ + (took - peerNsPerByte_) / 16);
+  if (bytes >= kTurnBytes) pace_.took(bytes, ns);
 }
 
 void MoverLoop::movesDirectly(const Op& op) {
