@@ -49,7 +49,7 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       spans_(d.driver, descriptorsForSpans()),
-      peerSpans_(d.driver, config.timeoutMs) {
+      peerSpans_(d.driver, config.timeoutMs, [this] { takeFromAll(); }) {
   watch(application_);
   watch(applicationPidfd_.get());
   watch(queues_->controlEventFd);
@@ -95,7 +95,6 @@ void MoverControl::run() {
       } else {
         for (auto& [peer, connection] : connections_) {
           if (connection->watchFd() != fd) continue;
-          connection->watch();
           peerSpans_.take(connection);
           if (connection->peerGone()) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
           post(LoopEvent{});  // wakes the loop, which looks at the connection itself
@@ -225,8 +224,12 @@ void MoverControl::import(const ControlRequest& request) {
 void MoverControl::takeFrom(const PeerId& peer) {
   const auto known = connections_.find(peer);
   if (known == connections_.end()) return;
-  known->second->watch();
   peerSpans_.take(known->second);
+}
+
+void MoverControl::takeFromAll() {
+  for (auto& [peer, connection] : connections_) peerSpans_.take(connection);
+  post(LoopEvent{});  // there may have been nudges
 }
 
 Status MoverControl::unmapPeerSpan(const ControlRequest& request) {
@@ -242,7 +245,7 @@ void MoverControl::shareSpan(const ControlRequest& request) {
   const auto known = connections_.find(request.peer);
   event.status = known == connections_.end()
                      ? Status::error(Code::Remote, "its mover has gone")
-                     : peerSpans_.share(known->second, spans_, request.buffer);
+                     : peerSpans_.share(known->second, spans_, request.buffer, &event.share);
   post(std::move(event));
 }
 

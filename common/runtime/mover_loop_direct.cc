@@ -72,7 +72,7 @@ void MoverLoop::spanShared(const LoopEvent& event) {
   if (position == links_.end()) return;
   Link& link = *position->second;
   bool tell = false, forget = false;
-  link.told().shared(event.buffer.allocationId, static_cast<bool>(event.status), &tell, &forget);
+  link.told().shared(event.buffer.allocationId, event.share, &tell, &forget);
   if (tell) describeTo(link, event.buffer);
   if (forget) askToForget(link, event.buffer.allocationId);
   if (!event.status) tellStaged(event.status);
