@@ -23,14 +23,16 @@ constexpr std::uint64_t kMaxRanks = 1u << 20;
 constexpr int kTickMs = 100;  // while a set-up with a deadline is under way
 
 /// Half of what this process may have at once, which becomes as many as the system lets it have: an
-/// application's soft limit is often 1024, and each segment of a span takes one.
+/// application's soft limit is often 1024, and each segment of a span takes one. None where hardly
+/// more than that is left for what comes in messages, sockets and files.
 std::size_t descriptorsForSpans() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 0;
   const rlimit raised{limit.rlim_max, limit.rlim_max};
   if (::setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
-  constexpr rlim_t kMost = 1 << 20;
-  return static_cast<std::size_t>(std::min(limit.rlim_cur, kMost) / 2);
+  constexpr rlim_t kMost = 1 << 20, kForTheRest = 256;
+  const rlim_t all = std::min(limit.rlim_cur, kMost);
+  return static_cast<std::size_t>(all > kForTheRest ? std::min(all / 2, all - kForTheRest) : 0);
 }
 
 }  // namespace
@@ -409,7 +411,8 @@ void MoverControl::applicationSays() {
   ReceiveState state = ReceiveState::WouldBlock;
   Status status = recvWithFds(application_, buffer, sizeof buffer, &bytes, &fds, &state);
   if (status && state == ReceiveState::WouldBlock) return;
-  if (!status || state == ReceiveState::Closed) {
+  // Of a message that could not be taken in (no descriptor left) the application hears.
+  if (state == ReceiveState::Closed || (!status && state != ReceiveState::Message)) {
     // The application has let go of its mover, or is gone and its pidfd will say so too.
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, application_, nullptr);
     LoopEvent stop;
@@ -419,7 +422,9 @@ void MoverControl::applicationSays() {
   }
   MoverReply reply{};
   reply.magic = kMoverMagic;
-  if (bytes == sizeof(AddStaging)) {
+  if (!status) {
+    reply.refused = static_cast<std::uint32_t>(kSpanPieces);  // none of them is at fault
+  } else if (bytes == sizeof(AddStaging)) {
     status = addStaging(buffer, &fds);
   } else if (bytes == sizeof(AddSpan)) {
     status = addSpan(buffer, fds, &reply.refused);

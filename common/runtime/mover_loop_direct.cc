@@ -88,7 +88,7 @@ void MoverLoop::tellStaged(const Status& why) {
 /// The receive's Ready says where the sender may copy to; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
-  if (!inReach(*op) || buffer.kind == BufferKind::Staging ||
+  if (!inReach(*op) || buffer.kind == BufferKind::Staging || op->link->abandoned() ||
       !op->link->connection()->sharedSlots() || !tellOf(*op->link, buffer)) {
     return;
   }

@@ -116,5 +116,29 @@ TEST(DirectSpans, WhatAMoverCannotMapGoesAnotherWay) {
   }
 }
 
+/// More hand-overs at once, in both directions, than the sockets between the movers hold.
+TEST(DirectSpans, AThousandSpansOfBothSidesInFlight) {
+  Job job("manyInFlight", 2);
+  job.oneNode().env("E2E_MEMORY", "mapped").argument("count", "500").finish(60);
+  expectDirectOrStaged(job, false);
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.transcript().find("timed out"), std::string::npos) << job.errors(rank);
+  }
+}
+
+/// Memory costs the mover descriptors. Where it may have few it keeps none for its peers, and one
+/// that has none left for what its application hands over says so and goes on. (The emulated driver
+/// takes a descriptor for each segment as well.)
+TEST(DirectSpans, FewDescriptors) {
+  Job job("manyInFlight", 2);
+  job.oneNode().env("HOCCL_MOVER_PATH",
+                    job.script("mover", "#!/bin/sh\nulimit -n 128\nexec '" E2E_MOVER "' \"$@\"\n"));
+  job.argument("count", "27").env("E2E_MEMORY", "mapped").finish(60);
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(operations(job, rank, "nccl") + operations(job, rank, "app-copies"), 0u);
+    EXPECT_EQ(job.errors(rank), "");
+  }
+}
+
 }  // namespace
 }  // namespace e2e
