@@ -268,6 +268,7 @@ Status recvWithFds(int socket, void* buffer, std::size_t capacity, std::size_t* 
     *state = ReceiveState::Closed;
     return {};
   }
+  *state = ReceiveState::Message;
   if (message.msg_flags & MSG_TRUNC) {
     return Status::error(Code::Remote,
                          fmt::format("the peer sent a message longer than {} bytes; both processes "
@@ -282,7 +283,6 @@ Status recvWithFds(int socket, void* buffer, std::size_t capacity, std::size_t* 
   }
   *bytes = static_cast<std::size_t>(got);
   *fds = std::move(arrived);
-  *state = ReceiveState::Message;
   return {};
 }
 

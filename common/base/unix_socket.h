@@ -53,8 +53,8 @@ enum class ReceiveState { Message, WouldBlock, Closed };
 
 /// Receives one message into `buffer`; `bytes` is its length, `fds` its descriptors
 /// (close-on-exec). A message longer than the buffer, or descriptors that did not fit (this process
-/// is out of descriptors), is an error, and whatever arrived is closed. The peer's orderly end is a
-/// state.
+/// is out of descriptors), is an error, and whatever arrived is closed; the state is Message then,
+/// since the socket stands. The peer's orderly end is a state.
 Status recvWithFds(int socket, void* buffer, std::size_t capacity, std::size_t* bytes,
                    std::vector<UniqueFd>* fds, ReceiveState* state);
 /// The same, waiting for at most `timeoutMs`; the peer's end is an error here (Code::Remote).

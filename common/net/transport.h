@@ -140,7 +140,7 @@ class Connection {
   virtual Status handOver(const void*, std::size_t, std::span<const int>, std::uint64_t) {
     return Status::error(Code::Unsupported, "no descriptor can be sent to another host");
   }
-  /// The next such message that `watch` has found; false: none.
+  /// The next such message that `watch` has found; false: none. `watch` finds a few at a time.
   [[nodiscard]] virtual bool takeHandedOver(HandedOver*) { return false; }
 
   /// Something of this side is under way that shows only in the calls above: they have to be made

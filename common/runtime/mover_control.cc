@@ -23,14 +23,16 @@ constexpr std::uint64_t kMaxRanks = 1u << 20;
 constexpr int kTickMs = 100;  // while a set-up with a deadline is under way
 
 /// Half of what this process may have at once, which becomes as many as the system lets it have: an
-/// application's soft limit is often 1024, and each segment of a span takes one.
+/// application's soft limit is often 1024, and each segment of a span takes one. None where hardly
+/// more than that is left for what comes in messages, sockets and files.
 std::size_t descriptorsForSpans() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return 0;
   const rlimit raised{limit.rlim_max, limit.rlim_max};
   if (::setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
-  constexpr rlim_t kMost = 1 << 20;
-  return static_cast<std::size_t>(std::min(limit.rlim_cur, kMost) / 2);
+  constexpr rlim_t kMost = 1 << 20, kForTheRest = 256;
+  const rlim_t all = std::min(limit.rlim_cur, kMost);
+  return static_cast<std::size_t>(all > kForTheRest ? std::min(all / 2, all - kForTheRest) : 0);
 }
 
 }  // namespace
@@ -49,7 +51,7 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
       loopback_{static_cast<std::uint32_t>(config.slots), config.slotBytes},
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       spans_(d.driver, descriptorsForSpans()),
-      peerSpans_(d.driver) {
+      peerSpans_(d.driver, config.timeoutMs, [this] { takeFromAll(); }) {
   watch(application_);
   watch(applicationPidfd_.get());
   watch(queues_->controlEventFd);
@@ -95,7 +97,6 @@ void MoverControl::run() {
       } else {
         for (auto& [peer, connection] : connections_) {
           if (connection->watchFd() != fd) continue;
-          connection->watch();
           peerSpans_.take(connection);
           if (connection->peerGone()) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
           post(LoopEvent{});  // wakes the loop, which looks at the connection itself
@@ -225,8 +226,12 @@ void MoverControl::import(const ControlRequest& request) {
 void MoverControl::takeFrom(const PeerId& peer) {
   const auto known = connections_.find(peer);
   if (known == connections_.end()) return;
-  known->second->watch();
   peerSpans_.take(known->second);
+}
+
+void MoverControl::takeFromAll() {
+  for (auto& [peer, connection] : connections_) peerSpans_.take(connection);
+  post(LoopEvent{});  // there may have been nudges
 }
 
 Status MoverControl::unmapPeerSpan(const ControlRequest& request) {
@@ -242,7 +247,7 @@ void MoverControl::shareSpan(const ControlRequest& request) {
   const auto known = connections_.find(request.peer);
   event.status = known == connections_.end()
                      ? Status::error(Code::Remote, "its mover has gone")
-                     : peerSpans_.share(known->second, spans_, request.buffer);
+                     : peerSpans_.share(known->second, spans_, request.buffer, &event.share);
   post(std::move(event));
 }
 
@@ -406,7 +411,8 @@ void MoverControl::applicationSays() {
   ReceiveState state = ReceiveState::WouldBlock;
   Status status = recvWithFds(application_, buffer, sizeof buffer, &bytes, &fds, &state);
   if (status && state == ReceiveState::WouldBlock) return;
-  if (!status || state == ReceiveState::Closed) {
+  // Of a message that could not be taken in (no descriptor left) the application hears.
+  if (state == ReceiveState::Closed || (!status && state != ReceiveState::Message)) {
     // The application has let go of its mover, or is gone and its pidfd will say so too.
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, application_, nullptr);
     LoopEvent stop;
@@ -416,7 +422,9 @@ void MoverControl::applicationSays() {
   }
   MoverReply reply{};
   reply.magic = kMoverMagic;
-  if (bytes == sizeof(AddStaging)) {
+  if (!status) {
+    reply.refused = static_cast<std::uint32_t>(kSpanPieces);  // none of them is at fault
+  } else if (bytes == sizeof(AddStaging)) {
     status = addStaging(buffer, &fds);
   } else if (bytes == sizeof(AddSpan)) {
     status = addSpan(buffer, fds, &reply.refused);

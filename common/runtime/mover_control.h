@@ -63,6 +63,7 @@ class MoverControl {
   void greet(Attempt& attempt);
   void established(std::unique_ptr<Connection> connection);
   void takeFrom(const PeerId& peer);
+  void takeFromAll();
   Status unmapPeerSpan(const ControlRequest& request);
   void shareSpan(const ControlRequest& request);
   void linkFailed(const PeerId& peer, const Status& status);

@@ -38,6 +38,14 @@ struct CommunicatorInfo {
   PairCounts* counts = nullptr;  ///< by rank, in `table`
 };
 
+/// What a peer's mover has of a span after an attempt to hand it over.
+enum class SpanShare : std::uint8_t {
+  Whole,
+  Nothing,  ///< and it would be the same another time
+  Later,    ///< nothing, since the peer does not look at its socket: another time it may
+  Part,     ///< it has to be asked to let go of that
+};
+
 /// Control thread to loop.
 struct LoopEvent {
   enum class Kind {
@@ -60,8 +68,10 @@ struct LoopEvent {
   HostRegistration registration;
   std::uint64_t allocation = 0;  ///< Imported, Unmapped
   std::uint64_t serial = 0;      ///< the same of a peer's memory: PeerImport::serial, and `peer`
-  /// SpanAdded; SpanShared, which `peer` has or `status` says why not; Imported, of a peer's
+  /// SpanAdded; SpanShared, of which `peer` has `share`, or `status` says why not all; Imported, of
+  /// a peer's
   BufferRef buffer{};
+  SpanShare share = SpanShare::Nothing;  ///< SpanShared
   std::unique_ptr<Detour> detour;
   CUdeviceptr address = 0;  ///< Imported, SpanAdded: of the buffer; Scratch: of the lanes' memory
   Status status;

@@ -200,7 +200,7 @@ class MoverLoop final : public LinkOwner {
   bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
   std::vector<Op*> scratch_;
-  double peerNsPerByte_ = 1 / 400.0;  ///< about as fast as this mover's direct copies have been
+  CopyPace pace_;  ///< of direct copies
   bool stopping_ = false;
   bool stopped_ = false;
   bool broken_ = false;

@@ -72,7 +72,7 @@ void MoverLoop::spanShared(const LoopEvent& event) {
   if (position == links_.end()) return;
   Link& link = *position->second;
   bool tell = false, forget = false;
-  link.told().shared(event.buffer.allocationId, static_cast<bool>(event.status), &tell, &forget);
+  link.told().shared(event.buffer.allocationId, event.share, &tell, &forget);
   if (tell) describeTo(link, event.buffer);
   if (forget) askToForget(link, event.buffer.allocationId);
   if (!event.status) tellStaged(event.status);
@@ -88,7 +88,7 @@ void MoverLoop::tellStaged(const Status& why) {
 /// The receive's Ready says where the sender may copy to; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
-  if (!inReach(*op) || buffer.kind == BufferKind::Staging ||
+  if (!inReach(*op) || buffer.kind == BufferKind::Staging || op->link->abandoned() ||
       !op->link->connection()->sharedSlots() || !tellOf(*op->link, buffer)) {
     return;
   }
@@ -263,17 +263,12 @@ void MoverLoop::leaveTurn(const Op& op) {
 
 bool MoverLoop::mayGo(const Op& op) {
   if (op.turn == Turns::kNone) return true;
-  const auto patience =
-      static_cast<std::uint64_t>(static_cast<double>(op.descriptor.bytes) * peerNsPerByte_);
   return launches_[op.descriptor.launchSlot].turns.mayGo(
-      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), patience);
+      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), pace_.of(op.descriptor.bytes));
 }
 
 void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) {
-  if (bytes < kTurnBytes) return;
-  const double took = static_cast<double>(ns) / static_cast<double>(bytes);
-  // Most have waited for another or shared the wire with it: those that have not count.
-  peerNsPerByte_ = std::min(took, peerNsPerByte_ + (took - peerNsPerByte_) / 16);
+  if (bytes >= kTurnBytes) pace_.took(bytes, ns);
 }
 
 void MoverLoop::movesDirectly(const Op& op) {

@@ -190,15 +190,26 @@ ToldPeer::State ToldPeer::share(std::uint64_t allocation) {
   return added ? State::New : position->second;
 }
 
-void ToldPeer::shared(std::uint64_t allocation, bool ok, bool* tell, bool* forget) {
+void ToldPeer::shared(std::uint64_t allocation, SpanShare share, bool* tell, bool* forget) {
   const auto position = told_.find(allocation);
   *tell = *forget = false;
   if (position == told_.end() || position->second != State::Sharing) return;  // the peer has gone
   // Asked to forget it, the peer lets go of whatever it has of it.
   *forget = forgetWhenShared_.erase(allocation) > 0;
-  *tell = ok || *forget;
-  position->second = ok ? State::Told : State::Refused;
-  if (*forget) told_.erase(position);
+  *tell = share == SpanShare::Whole || share == SpanShare::Part || *forget;
+  switch (share) {
+    case SpanShare::Whole:
+      position->second = State::Told;
+      break;
+    case SpanShare::Part:
+      position->second = State::Part;
+      break;
+    case SpanShare::Nothing:
+    case SpanShare::Later:
+      position->second = State::Refused;
+      break;
+  }
+  if (*forget || share == SpanShare::Later) told_.erase(position);
 }
 
 ToldPeer::TakenBack ToldPeer::takeBack(std::uint64_t allocation, std::uint64_t ticket) {

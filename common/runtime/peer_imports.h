@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/net/transport.h"
+#include "common/runtime/mover_events.h"
 #include "common/runtime/op.h"
 
 namespace hoccl {
@@ -97,13 +98,14 @@ class ToldPeer {
     Sharing,  ///< a span that is being handed over
     Told,
     Refused,  ///< a span that could not be handed over
+    Part,     ///< or not all of it, and the peer has been told so that it can be asked to forget it
   };
   State tell(std::uint64_t allocation);
   /// A span: New once, and from then on Sharing until `shared`.
   State share(std::uint64_t allocation);
-  /// It has been handed over, or could not be. `tell`: the peer is to be told of it now; `forget`:
-  /// and behind that asked to forget it.
-  void shared(std::uint64_t allocation, bool ok, bool* tell, bool* forget);
+  /// That is over. `tell`: the peer is to be told of it now; `forget`: and behind that asked to
+  /// forget it.
+  void shared(std::uint64_t allocation, SpanShare share, bool* tell, bool* forget);
 
   enum class TakenBack {
     NotTold,

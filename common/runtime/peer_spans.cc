@@ -7,14 +7,17 @@
 #include <vector>
 
 #include "common/base/log.h"
+#include "common/base/time.h"
 #include "common/runtime/mover_protocol.h"
 #include "common/runtime/span_slot.h"
 
 namespace hoccl {
 namespace {
 
-/// A peer that is stopped lets its socket fill up; the control thread has others to serve.
-constexpr std::uint64_t kLongestMs = 200;
+/// A peer that does not look at its socket is waited for that part of HOCCL_TIMEOUT_MS, looking at
+/// the other peers so often.
+constexpr std::uint64_t kPartOfTimeout = 4;
+constexpr std::uint64_t kLookMs = 2;
 static_assert(sizeof(AddSpan) <= 4096, "a connection of this host carries no more");
 
 AddSpan headerOf(const BufferRef& span) {
@@ -26,43 +29,63 @@ AddSpan headerOf(const BufferRef& span) {
   return message;
 }
 
-Status shareParts(Connection* to, const SpanMapper& own, const BufferRef& span) {
-  AddSpan message = headerOf(span);
-  while (message.done < message.bytes) {
-    std::vector<int> fds;
-    HOCCL_RETURN_IF_ERROR(own.passOn(&message, &fds));
-    HOCCL_RETURN_IF_ERROR(to->handOver(&message, sizeof message, fds, kLongestMs));
-    for (std::size_t i = 0; i < message.pieces; ++i) message.done += message.pieceBytes[i];
-  }
-  return {};
-}
-
 }  // namespace
 
-Status PeerSpans::share(Connection* to, const SpanMapper& own, const BufferRef& span) {
-  Status status = shareParts(to, own, span);
+Status PeerSpans::handOver(Connection* to, const AddSpan& message, const std::vector<int>& fds) {
+  const bool deaf = deaf_.count(to->peer()) > 0;
+  const Deadline deadline = Deadline::afterMs(deaf ? 0 : timeoutMs_ / kPartOfTimeout);
+  for (;;) {
+    Status status = to->handOver(&message, sizeof message, fds, deaf ? 0 : kLookMs);
+    if (status.code() != Code::Timeout) {
+      deaf_.erase(to->peer());
+      return status;
+    }
+    meanwhile_();
+    if (!deadline.passed()) continue;
+    deaf_.insert(to->peer());
+    return status;
+  }
+}
+
+Status PeerSpans::share(Connection* to, const SpanMapper& own, const BufferRef& span,
+                        SpanShare* has) {
+  AddSpan message = headerOf(span);
+  Status status;
+  while (status && message.done < message.bytes) {
+    std::vector<int> fds;
+    status = own.passOn(&message, &fds);
+    if (status) status = handOver(to, message, fds);
+    for (std::size_t i = 0; status && i < message.pieces; ++i) {
+      message.done += message.pieceBytes[i];
+    }
+  }
+  *has = SpanShare::Whole;
   if (status) return {};
+  *has = status.code() == Code::Timeout ? SpanShare::Later : SpanShare::Nothing;
   // Takes back the parts before.
-  const AddSpan over = headerOf(span);
-  (void)to->handOver(&over, sizeof over, {}, kLongestMs);
+  if (message.done > 0 && !handOver(to, headerOf(span), {})) *has = SpanShare::Part;
   return status.inContext(
       fmt::format("memory at {:#x} ({} bytes) cannot be given to a peer's mover",
                   span.allocationBase, span.allocationBytes));
 }
 
 void PeerSpans::take(Connection* from) {
-  for (HandedOver parcel; from->takeHandedOver(&parcel);) {
-    AddSpan message{};
-    if (parcel.data.size() != sizeof message) continue;
-    std::memcpy(&message, parcel.data.data(), sizeof message);
-    if (message.magic != kMoverMagic || !isSpan(message.id)) continue;
-    bool whole = false;
-    CUdeviceptr address = 0;
-    std::uint32_t refused = 0;
-    auto [peer, added] = mapped_.try_emplace(from->peer(), driver_);
-    const Status status = peer->second.add(message, parcel.fds, &whole, &address, &refused);
-    // Who wants to copy there hears that it is not mapped.
-    if (!status) logInfo("memory of a peer is not mapped: {}", status.message());
+  // As long as `watch` finds any: it leaves in the socket what would take too many descriptors.
+  for (bool any = true; std::exchange(any, false);) {
+    from->watch();
+    for (HandedOver parcel; from->takeHandedOver(&parcel); any = true) {
+      AddSpan message{};
+      if (parcel.data.size() != sizeof message) continue;
+      std::memcpy(&message, parcel.data.data(), sizeof message);
+      if (message.magic != kMoverMagic || !isSpan(message.id)) continue;
+      bool whole = false;
+      CUdeviceptr address = 0;
+      std::uint32_t refused = 0;
+      auto [peer, added] = mapped_.try_emplace(from->peer(), driver_);
+      const Status status = peer->second.add(message, parcel.fds, &whole, &address, &refused);
+      // Who wants to copy there hears that it is not mapped.
+      if (!status) logInfo("memory of a peer is not mapped: {}", status.message());
+    }
   }
 }
 
@@ -82,6 +105,7 @@ Status PeerSpans::unmap(const PeerId& peer, std::uint64_t id) {
 }
 
 void PeerSpans::abandon(const PeerId& peer) {
+  deaf_.erase(peer);
   const auto position = mapped_.find(peer);
   if (position == mapped_.end()) return;
   if (Status status = position->second.unmapAll(); !status) {

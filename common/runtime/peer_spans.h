@@ -1,11 +1,16 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "common/base/status.h"
 #include "common/gpu/driver.h"
 #include "common/net/transport.h"
+#include "common/runtime/mover_events.h"
 #include "common/runtime/segment.h"
 #include "common/runtime/span_mapper.h"
 
@@ -17,11 +22,16 @@ namespace hoccl {
 /// which the loop sends once `share` has succeeded.
 class PeerSpans {
  public:
-  explicit PeerSpans(const Driver* driver) : driver_(driver) {}
+  /// `meanwhile` is called again and again while a peer's socket is full: it takes what all peers
+  /// have handed over. They may be waiting for that themselves, and for no other reason not look.
+  PeerSpans(const Driver* driver, std::uint64_t timeoutMs, std::function<void()> meanwhile)
+      : driver_(driver), timeoutMs_(timeoutMs), meanwhile_(std::move(meanwhile)) {}
 
-  /// Hands the peer a span that is mapped in `own`. An error leaves the peer without it.
-  Status share(Connection* to, const SpanMapper& own, const BufferRef& span);
-  /// Takes what that peer has handed over, and maps it.
+  /// Hands the peer a span that is mapped in `own`; the error says why it has not all of it. A peer
+  /// that does not look is waited for once and not with every span, and for a part of the time
+  /// only, since frees wait for this thread meanwhile.
+  Status share(Connection* to, const SpanMapper& own, const BufferRef& span, SpanShare* has);
+  /// Looks at what has come from that peer, takes what it has handed over, and maps it.
   void take(Connection* from);
   /// Where a span of that peer is mapped.
   Status find(const PeerId& peer, std::uint64_t id, CUdeviceptr* address) const;
@@ -30,7 +40,12 @@ class PeerSpans {
   void abandon(const PeerId& peer);
 
  private:
+  Status handOver(Connection* to, const AddSpan& message, const std::vector<int>& fds);
+
   const Driver* driver_;
+  std::uint64_t timeoutMs_;
+  std::function<void()> meanwhile_;
+  std::set<PeerId> deaf_;  ///< those that did not look last time
   std::map<PeerId, SpanMapper> mapped_;
 };
 

@@ -2,6 +2,8 @@
 // one node: the movers hand each other its segments, and then copies go directly.
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <string>
 
@@ -127,6 +129,104 @@ TEST(DirectSpans, WhatAMoverCannotMapGoesAnotherWay) {
     job.oneNode().env("E2E_MEMORY", "mapped").env(1, "EMUCUDA_REFUSE_IPC_IN", "hoccl-mover");
     job.env(1, "EMUCUDA_REFUSE_IPC_OPEN", before).finish(60);
     for (int rank : {0, 1}) EXPECT_EQ(operations(job, rank, "nccl"), 0u);
+  }
+}
+
+/// More hand-overs at once, in both directions, than the sockets between the movers hold.
+TEST(DirectSpans, AThousandSpansOfBothSidesInFlight) {
+  Job job("manyInFlight", 2);
+  job.oneNode().env("E2E_MEMORY", "mapped").argument("count", "500").finish(60);
+  expectDirectOrStaged(job, false);
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(job.transcript().find("timed out"), std::string::npos) << job.errors(rank);
+  }
+}
+
+/// Memory costs the mover descriptors. Where it may have few it keeps none for its peers, and one
+/// that has none left for what its application hands over says so and goes on. (The emulated driver
+/// takes a descriptor for each segment as well.)
+TEST(DirectSpans, FewDescriptors) {
+  Job job("manyInFlight", 2);
+  job.oneNode().env("HOCCL_MOVER_PATH",
+                    job.script("mover", "#!/bin/sh\nulimit -n 128\nexec '" E2E_MOVER "' \"$@\"\n"));
+  job.argument("count", "27").env("E2E_MEMORY", "mapped").finish(60);
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(operations(job, rank, "nccl") + operations(job, rank, "app-copies"), 0u);
+    EXPECT_EQ(job.errors(rank), "");
+  }
+}
+
+/// A mover that gives spans up by itself asks its peers to, while they are used again.
+TEST(DirectSpans, GivenUpByTheMoverAtOnceAndHandedOverAnew) {
+  for (const char* scenario : {"spansRemap", "spansMany", "bothWays", "spansThreads"}) {
+    SCOPED_TRACE(scenario);
+    Job job(scenario, 2);
+    job.oneNode().env("HOCCL_IMPORT_CACHE", "1").env("HOCCL_IMPORT_IDLE_MS", "1");
+    job.env("E2E_MEMORY", "mapped").env("EMUCUDA_DILATION", "1").finish(60);
+    expectDirectOrStaged(job, false);
+    if (std::string(scenario) == "spansRemap") expectNothingFreedWhileMapped(job);
+  }
+}
+
+// --- Deaths and stops (rule 9) -------------------------------------------------------------------
+
+class DirectSpansOfRank : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(OfRank, DirectSpansOfRank, ::testing::Values(0, 1));
+
+TEST_P(DirectSpansOfRank, AMoverThatDiesReleasesStreamsAndIsReported) {
+  Job job("moverDies", 2);
+  job.oneNode().env("E2E_MEMORY", "mapped").start();
+  ASSERT_TRUE(job.awaitAll("pending")) << job.transcript();
+  const pid_t mover = job.moverOf(GetParam());
+  ASSERT_GT(mover, 0);
+  ASSERT_EQ(::kill(mover, SIGKILL), 0);
+  job.post("killed");
+  job.finish();
+  const std::string other = job.said(1 - GetParam(), "error");
+  EXPECT_NE(other.find("rank " + std::to_string(GetParam())), std::string::npos) << other;
+}
+
+/// At any moment of the handing over.
+TEST_P(DirectSpansOfRank, AnApplicationKilledWhileItsSpansGoOver) {
+  for (unsigned us : {0u, 3'000u, 10'000u, 30'000u}) {
+    Job job("directPeerDies", 2);
+    job.oneNode().env("E2E_MEMORY", "mapped").env("EMUCUDA_DILATION", "500");
+    job.argument("dies", std::to_string(GetParam())).start();
+    ASSERT_TRUE(job.awaitAll("moving")) << job.transcript();
+    const pid_t mover = job.moverOf(GetParam()), application = job.pid(GetParam());
+    ASSERT_GT(mover, 0);
+    job.expectDeath(GetParam());
+    ::usleep(us);
+    ASSERT_EQ(::kill(application, SIGKILL), 0);
+    EXPECT_TRUE(job.awaitGone(mover, 5)) << "its mover lives on";
+    job.finish();
+    const std::string error = job.said(1 - GetParam(), "error");
+    EXPECT_NE(error.find("rank " + std::to_string(GetParam())), std::string::npos) << error;
+  }
+}
+
+TEST_P(DirectSpansOfRank, AnAbortEndsThoughAMoverIsStopped) {
+  Job job("abortWhileStopped", 2);
+  job.oneNode().env("E2E_MEMORY", "mapped").env("HOCCL_TIMEOUT_MS", "1000").start();
+  ASSERT_TRUE(job.awaitAll("pending")) << job.transcript();
+  const pid_t mover = job.moverOf(GetParam());
+  ASSERT_GT(mover, 0);
+  ASSERT_EQ(::kill(mover, SIGSTOP), 0);
+  job.post("stopped");
+  const bool ended = job.awaitEnd(1, 10);
+  ::kill(mover, SIGCONT);
+  EXPECT_TRUE(ended) << job.transcript();
+  job.post("going on");
+  job.finish();
+}
+
+TEST(DirectSpans, AbortsAtRandomMomentsEndInTime) {
+  Job job("abortStorm", 2);
+  job.oneNode().env("E2E_MEMORY", "mapped").argument("seed", "3").argument("rounds", "30");
+  job.finish(60);
+  for (int rank : {0, 1}) {
+    ASSERT_FALSE(job.said(rank, "slowestAbortMs").empty());
+    EXPECT_LT(std::stoi(job.said(rank, "slowestAbortMs")), 5000);
   }
 }
 

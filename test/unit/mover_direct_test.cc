@@ -465,7 +465,7 @@ TEST(ToldPeer, KnowsOfASpanOnceItHasBeenHandedOver) {
   bool tell = true, forget = true;
   EXPECT_EQ(told.share(span), ToldPeer::State::New);
   EXPECT_EQ(told.share(span), ToldPeer::State::Sharing);
-  told.shared(span, true, &tell, &forget);
+  told.shared(span, SpanShare::Whole, &tell, &forget);
   EXPECT_TRUE(tell && !forget);
   EXPECT_EQ(told.share(span), ToldPeer::State::Told);
   EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Ask);
@@ -479,23 +479,48 @@ TEST(ToldPeer, ASpanThatCouldNotBeHandedOverIsNotTriedAgainNorAskedFor) {
   const std::uint64_t span = spanId(1, 1);
   bool tell = true, forget = true;
   EXPECT_EQ(told.share(span), ToldPeer::State::New);
-  told.shared(span, false, &tell, &forget);
+  told.shared(span, SpanShare::Nothing, &tell, &forget);
   EXPECT_TRUE(!tell && !forget);
   EXPECT_EQ(told.share(span), ToldPeer::State::Refused);
   EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::NotTold);
   EXPECT_FALSE(told.waits());
 }
 
+TEST(ToldPeer, ASpanForWhichItHadNoEarIsTriedAgain) {
+  ToldPeer told;
+  const std::uint64_t span = spanId(1, 1);
+  bool tell = true, forget = true;
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+  told.shared(span, SpanShare::Later, &tell, &forget);
+  EXPECT_TRUE(!tell && !forget);
+  EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::NotTold);
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+}
+
+/// It may map that part, or have it in its socket, and keeps the memory so.
+TEST(ToldPeer, ASpanOfWhichItHasAPartIsAskedFor) {
+  ToldPeer told;
+  const std::uint64_t span = spanId(1, 1);
+  bool tell = false, forget = true;
+  EXPECT_EQ(told.share(span), ToldPeer::State::New);
+  told.shared(span, SpanShare::Part, &tell, &forget);
+  EXPECT_TRUE(tell && !forget);
+  EXPECT_NE(told.share(span), ToldPeer::State::Told) << "nobody may copy there";
+  EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Ask);
+  EXPECT_TRUE(told.waits());
+}
+
 /// Its memory may be on the way: the peer is asked when it can have all of it, and a drop waits.
 TEST(ToldPeer, ASpanTakenBackWhileItIsHandedOverIsAskedForBehindThat) {
-  for (bool ok : {true, false}) {
+  for (SpanShare share :
+       {SpanShare::Whole, SpanShare::Nothing, SpanShare::Later, SpanShare::Part}) {
     ToldPeer told;
     const std::uint64_t span = spanId(1, 1);
     bool tell = false, forget = false;
     EXPECT_EQ(told.share(span), ToldPeer::State::New);
     EXPECT_EQ(told.takeBack(span, 7), ToldPeer::TakenBack::Later);
     EXPECT_TRUE(told.waits());
-    told.shared(span, ok, &tell, &forget);
+    told.shared(span, share, &tell, &forget);
     EXPECT_TRUE(tell && forget) << "whatever has arrived has to go";
     std::uint64_t ticket = 0;
     EXPECT_TRUE(told.answered(span, &ticket));
@@ -513,7 +538,7 @@ TEST(ToldPeer, APeerThatHasGoneHoldsNoSpan) {
   EXPECT_TRUE(told.nextVoid(&ticket));
   EXPECT_EQ(ticket, 7u);
   EXPECT_FALSE(told.nextVoid(&ticket));
-  told.shared(span, true, &tell, &forget);
+  told.shared(span, SpanShare::Whole, &tell, &forget);
   EXPECT_TRUE(!tell && !forget);
 }
 

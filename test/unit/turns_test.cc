@@ -42,15 +42,6 @@ TEST(Turns, OneThatIsLateIsPassedOver) {
   EXPECT_TRUE(turns.mayGo(2, true, kNow + 23 * kPatience, kPatience));
 }
 
-TEST(Turns, LanesThatOthersKeepBusyHoldNobodyUpForEver) {
-  Turns turns;
-  turns.begin(2);
-  constexpr std::uint64_t kLongest = Turns::kMostPatience * kPatience;
-  EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
-  EXPECT_FALSE(turns.mayGo(1, true, kNow + kLongest - 1, kPatience));
-  EXPECT_TRUE(turns.mayGo(1, true, kNow + kLongest, kPatience));
-}
-
 TEST(Turns, OneThatWillNotGoHoldsUpNobody) {
   Turns turns;
   turns.begin(3);
@@ -70,6 +61,38 @@ TEST(Turns, WhatHasNoneGoesAtOnce) {
   EXPECT_TRUE(turns.mayGo(Turns::kNone, true, kNow, kPatience));
   turns.leave(Turns::kNone);
   EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
+}
+
+/// Others' copies may keep the lanes busy for as long as a job runs.
+TEST(Turns, LanesThatAreAlwaysBusyDoNotHoldOneUpForEver) {
+  Turns turns;
+  turns.begin(3);
+  EXPECT_FALSE(turns.mayGo(2, true, kNow, kPatience));
+  EXPECT_FALSE(turns.mayGo(2, true, kNow + 20 * kPatience, kPatience));
+  EXPECT_TRUE(turns.mayGo(2, true, kNow + Turns::kBusyPatience * kPatience, kPatience));
+  turns.leave(2);
+  EXPECT_FALSE(turns.mayGo(1, true, kNow + 100 * kPatience, kPatience)) << "waits in its turn";
+}
+
+constexpr std::uint64_t kMiB = 1 << 20, kGiB = 1 << 30, kMs = 1'000'000;
+
+TEST(CopyPace, FollowsTheFastestOnesAtOnceAndSlowerOnesByAndBy) {
+  CopyPace pace;
+  const std::uint64_t before = pace.of(kGiB);
+  pace.took(kGiB, 2 * before);
+  EXPECT_GT(pace.of(kGiB), before);
+  EXPECT_LT(pace.of(kGiB), before + before / 8);
+  pace.took(kGiB, before / 2);
+  EXPECT_NEAR(static_cast<double>(pace.of(kGiB)), static_cast<double>(before / 2), 1e3);
+}
+
+/// Whoever is held up waits for no other copy then, so nothing would put the pace right.
+TEST(CopyPace, AMachineThatStandsStillForAMinuteIsNotTakenForASlowOne) {
+  CopyPace pace;
+  pace.took(kMiB, 60'000 * kMs);
+  EXPECT_LE(pace.of(kGiB), 20 * kMs);
+  EXPECT_LE(pace.of(64 * kGiB), 20 * kMs);
+  EXPECT_LE(pace.of(kMiB), 1 * kMs + kMs / 10);
 }
 
 }  // namespace

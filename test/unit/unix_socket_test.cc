@@ -149,6 +149,7 @@ TEST_F(SocketPairTest, TooLongAMessageIsAnErrorAndLeaksNothing) {
   const Status status =
       recvWithFds(other_.get(), buffer_.data(), buffer_.size(), &bytes_, &fds_, &state_);
   EXPECT_EQ(status.code(), Code::Remote);
+  EXPECT_EQ(state_, ReceiveState::Message) << "the socket stands";
   EXPECT_TRUE(fds_.empty());
   EXPECT_EQ(openDescriptors(), before);
 }
@@ -177,6 +178,7 @@ TEST_F(SocketPairTest, MoreDescriptorsThanAllowedIsAnErrorAndLeaksNothing) {
   const Status status =
       recvWithFds(other_.get(), buffer_.data(), buffer_.size(), &bytes_, &fds_, &state_);
   EXPECT_EQ(status.code(), Code::System);
+  EXPECT_EQ(state_, ReceiveState::Message) << "the socket stands";
   EXPECT_NE(status.message().find("ulimit -n"), std::string::npos);
   EXPECT_EQ(openDescriptors(), before);
 }

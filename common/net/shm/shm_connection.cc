@@ -14,8 +14,11 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kRingMessages = 4096;  // power of two
 constexpr std::size_t kMostHandedOver = 4096;  // bytes of a message
+constexpr std::size_t kMostNotTaken = 4;
 
-constexpr std::size_t roundUp(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+constexpr std::size_t roundUp(std::size_t value, std::size_t to) {
+  return (value + to - 1) / to * to;
+}
 
 struct SlotFlags {
   Flag ready;
@@ -32,8 +35,8 @@ struct ShmConnection::MessageRing {
   alignas(kCacheLine) Message messages[kRingMessages];
 };
 
-// Region: ring of each direction, flags of each direction's slots, slots of each direction. Direction 0
-// is from the connecting to the accepting side.
+// Region: ring of each direction, flags of each direction's slots, slots of each direction.
+// Direction 0 is from the connecting to the accepting side.
 std::size_t ShmConnection::regionBytes(const StagingGeometry& geometry) {
   return roundUp(2 * sizeof(MessageRing) + 2 * geometry.slots * sizeof(SlotFlags), kPage) +
          2 * geometry.slots * roundUp(geometry.slotBytes, kPage);
@@ -91,7 +94,8 @@ void ShmConnection::nudge() {
 
 void ShmConnection::watch() {
   // After the set-up only nudges come over the socket, what is handed over, and the peer's end.
-  for (;;) {
+  // What is not taken yet holds descriptors, of which a socket holds more than a process may have.
+  while (handedOver_.size() < kMostNotTaken) {
     std::byte buffer[kMostHandedOver];
     std::size_t bytes = 0;
     std::vector<UniqueFd> fds;
