@@ -21,11 +21,12 @@
 namespace hoccl {
 namespace {
 
-/// How often a full pool or ring is tried before the thread sleeps between tries. Yielding instead would
-/// keep the mover, which has to empty it, from a CPU where there are few.
+/// How often a full pool or ring is tried before the thread sleeps between tries. Yielding instead
+/// would keep the mover, which has to empty it, from a CPU where there are few.
 constexpr int kSpins = 1000;
 constexpr useconds_t kFullNapUs = 20;
-/// Launch slots among which the launch path goes round as long as one of them is free: 8 KiB of flags.
+/// Launch slots among which the launch path goes round as long as one of them is free: 8 KiB of
+/// flags.
 constexpr std::uint32_t kSlotWindow = 64;
 
 }  // namespace
@@ -46,8 +47,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   client->segment_.header().lightFences.store(registerLightFences() ? 1 : 0);
   client->staging_ =
       std::make_unique<StagingPool>(driver, context, client.get(), config.appCopyBytes);
-  client->spans_ =
-      std::make_unique<MappedSpans>(driver, context, client.get(), client->segment_);
+  client->spans_ = std::make_unique<MappedSpans>(driver, context, client.get(), client->segment_);
   client->drops_ = std::make_unique<ImportDrops>(client->segment_);
   client->lastSequence_ = std::make_unique<std::atomic<std::uint64_t>[]>(slots);
   {
@@ -98,13 +98,14 @@ Status MoverClient::greet(const std::string& gpuUuid) {
     status = recvWithFdsWithin(socket_.get(), &reply, sizeof reply, &bytes, &received, timeoutMs_);
   }
   if (!status) {
-    return status.inContext(
-        fmt::format("the mover (process {}) of GPU {} did not come up within {} ms (HOCCL_TIMEOUT_MS)",
-                    pid_, gpuUuid, timeoutMs_));
+    return status.inContext(fmt::format(
+        "the mover (process {}) of GPU {} did not come up within {} ms (HOCCL_TIMEOUT_MS)", pid_,
+        gpuUuid, timeoutMs_));
   }
   if (bytes != sizeof reply || reply.magic != kMoverMagic) {
-    return Status::error(Code::Internal, "the mover's answer is not HOCCL's: library and hoccl-mover "
-                                         "come from different builds");
+    return Status::error(Code::Internal,
+                         "the mover's answer is not HOCCL's: library and hoccl-mover "
+                         "come from different builds");
   }
   if (!reply.ok) {
     return Status::error(Code::System,
@@ -156,8 +157,8 @@ void MoverClient::watch() {
     how = info.si_code == CLD_EXITED ? fmt::format("exited with status {}", info.si_status)
                                      : fmt::format("was killed by signal {}", info.si_status);
   }
-  releaseAll(fmt::format("the mover (process {}) of GPU {} {}: its transfers are lost", pid_, gpuUuid_,
-                         how));
+  releaseAll(fmt::format("the mover (process {}) of GPU {} {}: its transfers are lost", pid_,
+                         gpuUuid_, how));
 }
 
 void MoverClient::releaseAll(const std::string& why) {
@@ -213,7 +214,7 @@ Status MoverClient::ask(const void* request, std::size_t size, int fd, std::uint
 Status MoverClient::addSpan(const AddSpan& message, std::span<const int> segments,
                             MoverReply* reply, bool* answered) {
   std::lock_guard lock(control_);
-  return ask(&message, sizeof message, segments, timeoutMs_, reply, answered);
+  return ask(&message, bytesOf(message), segments, timeoutMs_, reply, answered);
 }
 
 Status MoverClient::addStaging(std::uint64_t id, const SharedMemory& memory) {
@@ -233,8 +234,8 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
     if (state != CommunicatorState::Open) free = i;
   }
   if (free == kMaxCommunicators) {
-    return Status::error(Code::Unsupported, fmt::format("more than {} communicators on one GPU",
-                                                        kMaxCommunicators));
+    return Status::error(Code::Unsupported,
+                         fmt::format("more than {} communicators on one GPU", kMaxCommunicators));
   }
   CommunicatorRecord& record = segment_.communicator(free);
   record.errorCode.store(0);
@@ -244,8 +245,7 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
     counter->store(0);
   }
   SharedMemory table;
-  HOCCL_RETURN_IF_ERROR(
-      SharedMemory::create("hoccl-peers", peerTableBytes(peers.size()), &table));
+  HOCCL_RETURN_IF_ERROR(SharedMemory::create("hoccl-peers", peerTableBytes(peers.size()), &table));
   std::memcpy(table.data(), peers.data(), peers.size() * sizeof(PeerRecord));
   const AddCommunicator request{kMoverMagic, free, rank, id, peers.size()};
   HOCCL_RETURN_IF_ERROR(ask(&request, sizeof request, table.fd(), timeoutMs_));
@@ -279,20 +279,22 @@ Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
     }
     if (deadline.passed() && kind == OpKind::Abort) return endUnresponsive(index);
     if (deadline.passed() && !std::exchange(told, true)) {
-      logWarn("a communicator is being destroyed while operations of it still wait for their peers; "
-              "ncclCommAbort would end them");
+      logWarn(
+          "a communicator is being destroyed while operations of it still wait for their peers; "
+          "ncclCommAbort would end them");
     }
     ::usleep(50);
   }
   return {};
 }
 
-/// A mover that does not answer (stopped, or stuck in the driver) may still have copies under way. Its
-/// end is the only thing that is certain to end them; the watcher then releases the streams.
+/// A mover that does not answer (stopped, or stuck in the driver) may still have copies under way.
+/// Its end is the only thing that is certain to end them; the watcher then releases the streams.
 Status MoverClient::endUnresponsive(std::uint32_t index) {
-  logError("the mover (process {}) did not end a communicator within {} ms (HOCCL_TIMEOUT_MS) and is "
-           "killed: the other communicators of GPU {} fail with it",
-           pid_, timeoutMs_, gpuUuid_);
+  logError(
+      "the mover (process {}) did not end a communicator within {} ms (HOCCL_TIMEOUT_MS) and is "
+      "killed: the other communicators of GPU {} fail with it",
+      pid_, timeoutMs_, gpuUuid_);
   ::kill(pid_, SIGKILL);
   const Deadline deadline = Deadline::afterMs(timeoutMs_);
   while (!segment_.header().moverDead.load()) {
@@ -315,8 +317,8 @@ Status MoverClient::communicatorStatus(std::uint32_t index) const {
   return Status::error(code, getText(record.errorText));
 }
 
-/// The i-th slot to try after `last`: round in the window of slots last used, whose flags the caches
-/// still know; on to the next window only when all of it is busy.
+/// The i-th slot to try after `last`: round in the window of slots last used, whose flags the
+/// caches still know; on to the next window only when all of it is busy.
 std::uint32_t MoverClient::candidate(std::uint32_t last, std::uint32_t i) const {
   const std::uint32_t count = segment_.launchSlots();
   const std::uint32_t size = std::min(kSlotWindow, count);
@@ -348,7 +350,8 @@ bool MoverClient::tryTakeSlot(std::uint64_t sequence, Slot* slot) {
   return false;
 }
 
-Status MoverClient::takeSlots(std::span<Slot* const> slots, const std::function<bool()>& cancelled) {
+Status MoverClient::takeSlots(std::span<Slot* const> slots,
+                              const std::function<bool()>& cancelled) {
   if (slots.size() > segment_.launchSlots()) {
     return Status::error(Code::InvalidConfig,
                          fmt::format("a group over {} streams needs as many launch slots, and "

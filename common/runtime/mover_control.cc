@@ -426,8 +426,8 @@ void MoverControl::applicationSays() {
     reply.refused = static_cast<std::uint32_t>(kSpanPieces);  // none of them is at fault
   } else if (bytes == sizeof(AddStaging)) {
     status = addStaging(buffer, &fds);
-  } else if (bytes == sizeof(AddSpan)) {
-    status = addSpan(buffer, fds, &reply.refused);
+  } else if (bytes == sizeof(AddSpan) || bytes == kShortAddSpan) {
+    status = addSpan(buffer, bytes, fds, &reply.refused);
   } else {
     status = addCommunicator(buffer, bytes, &fds);
   }
@@ -504,10 +504,12 @@ Status MoverControl::addStaging(const void* data, std::vector<UniqueFd>* fds) {
   return {};
 }
 
-Status MoverControl::addSpan(const void* data, std::vector<UniqueFd>& fds, std::uint32_t* refused) {
+Status MoverControl::addSpan(const void* data, std::size_t bytes, std::vector<UniqueFd>& fds,
+                             std::uint32_t* refused) {
   AddSpan request{};
-  std::memcpy(&request, data, sizeof request);
-  if (request.magic != kMoverMagic || !isSpan(request.id) || slotOfSpan(request.id) >= kSpanSlots) {
+  std::memcpy(&request, data, bytes);
+  if (request.magic != kMoverMagic || bytes != bytesOf(request) || !isSpan(request.id) ||
+      slotOfSpan(request.id) >= kSpanSlots) {
     return Status::error(Code::InvalidArgument,
                          fmt::format("a span {:#x} makes no sense", request.id));
   }

@@ -54,7 +54,7 @@ class MoverControl {
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
   [[nodiscard]] std::string whyNotDirect(const std::string& gpuUuid) const;
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
-  Status addSpan(const void* data, std::vector<UniqueFd>& fds, std::uint32_t* refused);
+  Status addSpan(const void* data, std::size_t bytes, std::vector<UniqueFd>& fds, std::uint32_t* refused);
   Status makeScratch();
   void makeDetour();
   Status allocateDetour(Detour* detour);

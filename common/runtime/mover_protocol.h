@@ -80,8 +80,14 @@ struct AddSpan {
   unsigned char fabricHandles[kSpanPieces][kFabricHandleBytes];
 };
 inline constexpr std::size_t kMostMoverMessage = sizeof(AddSpan);  ///< bytes, to the mover
+/// Without fabric handles, which are rare, it ends before them: sockets hold few long messages.
+inline constexpr std::size_t kShortAddSpan = offsetof(AddSpan, fabricHandles);
+inline std::size_t bytesOf(const AddSpan& message) {
+  return message.fabric != 0 ? sizeof message : kShortAddSpan;
+}
 static_assert(sizeof(AddStaging) != sizeof(AddCommunicator) &&
                   sizeof(AddStaging) != sizeof(AddSpan) &&
+                  sizeof(AddStaging) != kShortAddSpan && sizeof(AddCommunicator) != kShortAddSpan &&
                   sizeof(AddCommunicator) != sizeof(AddSpan),
               "told apart by their size");
 

@@ -35,7 +35,7 @@ Status PeerSpans::handOver(Connection* to, const AddSpan& message, const std::ve
   const bool deaf = deaf_.count(to->peer()) > 0;
   const Deadline deadline = Deadline::afterMs(deaf ? 0 : timeoutMs_ / kPartOfTimeout);
   for (;;) {
-    Status status = to->handOver(&message, sizeof message, fds, deaf ? 0 : kLookMs);
+    Status status = to->handOver(&message, bytesOf(message), fds, deaf ? 0 : kLookMs);
     if (status.code() != Code::Timeout) {
       deaf_.erase(to->peer());
       return status;
@@ -75,8 +75,10 @@ void PeerSpans::take(Connection* from) {
     from->watch();
     for (HandedOver parcel; from->takeHandedOver(&parcel); any = true) {
       AddSpan message{};
-      if (parcel.data.size() != sizeof message) continue;
-      std::memcpy(&message, parcel.data.data(), sizeof message);
+      const std::size_t bytes = parcel.data.size();
+      if (bytes != sizeof message && bytes != kShortAddSpan) continue;
+      std::memcpy(&message, parcel.data.data(), bytes);
+      if (bytes != bytesOf(message)) continue;
       if (message.magic != kMoverMagic || !isSpan(message.id)) continue;
       bool whole = false;
       CUdeviceptr address = 0;
