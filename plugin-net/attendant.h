@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <thread>
 
 namespace hoccl::net_plugin {
 
@@ -37,8 +38,9 @@ class Attended {
   /// The caller's turn, for one call.
   class Turn {
    public:
-    explicit Turn(Attended& attended)
-        : attended_(attended), mine_(!attended.taken_.exchange(true, std::memory_order_acquire)) {
+    /// `await`: until it is had, which takes the thread's microseconds; else there may be none.
+    explicit Turn(Attended& attended, bool await = false)
+        : attended_(attended), mine_(take(attended, await)) {
       if (mine_) attended_.turns_.fetch_add(1, std::memory_order_relaxed);
     }
     ~Turn() {
@@ -49,6 +51,13 @@ class Attended {
     explicit operator bool() const { return mine_; }
 
    private:
+    static bool take(Attended& attended, bool await) {
+      while (attended.taken_.exchange(true, std::memory_order_acquire)) {
+        if (!await) return false;
+        std::this_thread::yield();
+      }
+      return true;
+    }
     Attended& attended_;
     const bool mine_;
   };

@@ -181,16 +181,19 @@ Status DeviceMemory::import(Gpu& gpu, CUdeviceptr address, bool capable, Registr
   } else {
     const void* const pointer = reinterpret_cast<const void*>(address);
     if (!foreignMemory(driver_, pointer).segments) return cannotBeMapped(driver_, pointer);
-    UniqueFd segment;
-    if (Status status = exportSegment(driver_, {run->base, run->bytes, run->allocation}, &segment);
-        !status) {
+    SegmentHandle segment;
+    Status status = exportSegment(driver_, {run->base, run->bytes, run->allocation}, &segment);
+    if (status && !segment.fd) {
+      status = Status::error(Code::Unsupported, "it has a fabric handle alone");
+    }
+    if (!status) {
       return status.inContext(
           fmt::format("the memory at {} was not created to be shared by file descriptor, so the "
                       "mover cannot map it",
                       pointer));
     }
     HOCCL_RETURN_IF_ERROR(
-        gpu.mover->importSegment(run->base, run->bytes, std::move(segment), &run->import));
+        gpu.mover->importSegment(run->base, run->bytes, std::move(segment.fd), &run->import));
   }
   gpu.imports.emplace(run->allocation, Import{run->import, 1});
   return {};

@@ -39,7 +39,8 @@ Status Loopback::create(const VerbsGround& ground, std::size_t rails,
 bool Loopback::post(Way& way, ibv_send_wr& request, std::uint32_t* count) {
   counts_[request.wr_id] = count;
   request.send_flags = IBV_SEND_SIGNALED;
-  if (const int error = way.pair.postSend(&request); error != 0) {
+  bool someTaken = false;  // of one request none
+  if (const int error = way.pair.postSend(&request, &someTaken); error != 0) {
     counts_[request.wr_id] = nullptr;
     failure_ = Status::fromErrno("a write into device memory cannot be posted", error);
     return false;
@@ -96,6 +97,11 @@ Status Loopback::progress() {
   for (Way& way : ways_) {
     if (way.out == 0) continue;
     const int count = way.completions.poll(done.data(), static_cast<int>(done.size()));
+    if (count < 0) {
+      return failure_ = Status::error(
+                 Code::System,
+                 fmt::format("a NIC's completion queue is broken (ibv_poll_cq: {})", count));
+    }
     for (int i = 0; i < count; ++i) {
       const ibv_wc& completion = done[static_cast<std::size_t>(i)];
       if (completion.wr_id >= kDepth || counts_[completion.wr_id] == nullptr) continue;

@@ -101,7 +101,7 @@ void ReceiveEnd::open(Slot& slot, const Receive& receive, TagState& tag) {
   slot.onDevice = receive.memory != nullptr && receive.memory->rails &&
                   receive.memory->rails->onDevice() && receive.bytes > 0;
   if (receive.memory != nullptr && receive.memory->rails && end_.link() != nullptr &&
-      (receive.bytes > kEagerBytes || slot.onDevice) &&
+      (receive.bytes > kEagerBytes || (ground_->gpu.any() && receive.bytes > 0)) &&
       end_.link()->reaches(receive.memory->rails.get(), receive.data, receive.bytes)) {
     slot.rails = receive.memory->rails;
   }

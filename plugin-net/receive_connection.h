@@ -177,6 +177,7 @@ class ReceiveEnd final : public ReceiveConnection, private Attended {
   std::vector<std::uint16_t> freeSlots_;
   std::vector<Slot*> staging_;          ///< staged ones that are not done
   std::unique_ptr<Loopback> loopback_;  ///< once device memory that NICs reach has been registered
+  std::atomic<bool> prepared_{false};   ///< it is there
   std::vector<Slot*> looping_;          ///< those with a small message on its way into it
   const bool flushOff_;
   std::array<ReceiveRequest, kReceiveSlots> requests_;

@@ -1,8 +1,7 @@
 // A receiving end whose memory NICs reach: what they bring, its flush, small messages that the CPU
 // cannot put there, and the attendant's turns.
 
-#include <optional>
-#include <thread>
+#include <memory>
 
 #include "common/base/time.h"
 #include "plugin-net/receive_connection.h"
@@ -52,15 +51,19 @@ Status ReceiveEnd::progressLoopback() {
 }
 
 Status ReceiveEnd::prepareDirect() {
-  if (loopback_ || end_.link() == nullptr) return {};
-  const Status status = Loopback::create(*ground_, end_.link()->set().rails().size(), &loopback_);
+  if (end_.link() == nullptr || prepared_.load(std::memory_order_relaxed)) return {};
+  std::unique_ptr<Loopback> made;
+  if (Status s = Loopback::create(*ground_, end_.link()->set().rails().size(), &made); !s) return s;
+  const Turn turn(*this, true);
+  if (!end_.failure()) return end_.failure();
+  loopback_ = std::move(made);
   end_.alsoStop(loopback_.get());
-  return status;
+  prepared_.store(true, std::memory_order_relaxed);
+  return {};
 }
 
 Status ReceiveEnd::flush(std::span<void* const> data, const int* sizes,
                          std::span<const Memory* const> memory, Request** out) {
-  if (!end_.failure()) return end_.failure();
   FlushFacts facts;
   facts.disabled = flushOff_;
   std::size_t last = 0;
@@ -72,15 +75,8 @@ Status ReceiveEnd::flush(std::span<void* const> data, const int* sizes,
     last = i;  // one read stands for all that lies behind the same NIC
   }
   if (!needsFlush(facts)) return {};
-  // NCCL takes a null request for "there is nothing to flush", so this cannot come later: the one
-  // place where the attendant's turn, which takes microseconds, is waited for.
-  Attended& attended = *this;
-  std::optional<Turn> turn(std::in_place, attended);
-  while (!*turn) {
-    turn.reset();
-    std::this_thread::yield();
-    turn.emplace(attended);
-  }
+  // NCCL takes a null request for "there is nothing to flush", so this cannot come later.
+  const Turn turn(*this, true);
   if (!end_.failure()) return end_.failure();
   if (!loopback_ || freeRequests_.empty()) {
     return end_.fail(Status::error(Code::Internal, "more requests than NCCL may have open"));
@@ -119,6 +115,6 @@ void ReceiveEnd::attend() {
   if (Status status = progressLink(); !status) (void)end_.fail(status);
 }
 
-bool ReceiveEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
+bool ReceiveEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().pressing(); }
 
 }  // namespace hoccl::net_plugin

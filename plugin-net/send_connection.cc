@@ -87,7 +87,7 @@ void SendEnd::attend() {
   if (Status status = progressLink(); !status) (void)end_.fail(status);
 }
 
-bool SendEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().failing(); }
+bool SendEnd::uneasy() const { return end_.failure().ok() && end_.link()->set().pressing(); }
 
 Status SendEnd::send(const void* data, std::size_t bytes, int tag, const Memory* memory,
                      Request** out) {
@@ -348,7 +348,7 @@ Status SendEnd::test(Request* base, bool* done, int* sizes) {
     bool gone = false;
     // While the data sockets or queue pairs work there is little to hear, unless they cannot go on.
     const bool busy = request->stage == Stage::Moving ||
-                      (request->stage == Stage::Writing && !end_.link()->set().failing() &&
+                      (request->stage == Stage::Writing && !end_.link()->set().pressing() &&
                        ++unheard_ % kTestsUnheard != 0);
     if (!busy || end_.bundle()->gone()) {
       if (Status status = progress(&gone); !status) return status;

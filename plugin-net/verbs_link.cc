@@ -31,6 +31,7 @@ VerbsLink::VerbsLink(LinkChannel& channel, std::shared_ptr<const VerbsGround> gr
       records_(kSends + kReceiveSlots),
       out_(kSends),
       in_(kReceiveSlots),
+      over_(kReceiveSlots),
       set_(*this, settings, connecting) {
   queue_.reserve(kSends);
   mores_.reserve(kReceiveSlots);
@@ -159,6 +160,7 @@ void VerbsLink::settle(std::uint32_t send) {
     out.active = false;
     out.done = true;
     out.memory.reset();
+    over_[out.slot] = out.pieces;
   } else if (out.confirmed >= out.through) {
     out.base = out.through;
     beginWindow(send);
@@ -246,15 +248,16 @@ void VerbsLink::fillReport(verbs_wire::Report* report) {
 }
 
 void VerbsLink::failedOver(const Path& path, const verbs_wire::Report& report) {
+  for (std::uint32_t slot = 0; slot < over_.size(); ++slot) {
+    if (over_[slot].turn == 0 || !over_[slot].lost(path.index, report.slot[slot])) continue;
+    // The memory is the caller's again: it cannot go once more.
+    return set_.end(fmt::format(
+        "it has not got a message that its NIC has acknowledged, over {}: the NIC or its driver "
+        "has lost it",
+        path.text()));
+  }
   for (std::uint32_t send = 0; send < out_.size(); ++send) {
     Out& out = out_[send];
-    if (out.done && out.pieces.lost(path.index, report.slot[out.slot])) {
-      // The memory is the caller's again: it cannot go once more.
-      return set_.end(fmt::format(
-          "it has not got a message that its NIC has acknowledged, over {}: the NIC or its driver "
-          "has lost it",
-          path.text()));
-    }
     if (!out.active) continue;
     if (out.pieces.failedOver(path.index, report.slot[out.slot]) &&
         std::find(queue_.begin(), queue_.end(), send) == queue_.end()) {

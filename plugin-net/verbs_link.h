@@ -146,6 +146,9 @@ class VerbsLink final : private PathUser {
   std::vector<Record> records_;  ///< registered: those of the sends, then those of the receives
   std::vector<Out> out_;
   std::vector<In> in_;
+  /// By receive: the pieces of the last message into it that is over for this end. The number of
+  /// its send may be another's by now.
+  std::vector<OutPieces> over_;
   std::vector<std::uint32_t> queue_;  ///< sends with pieces to post, oldest first
   std::vector<std::uint32_t> mores_;  ///< receives of which More is to be said
   Bye bye_{};

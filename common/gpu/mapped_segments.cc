@@ -34,17 +34,32 @@ Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes
   return {};
 }
 
-Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out) {
+Status exportSegment(const Driver* driver, const MappedSegment& segment, SegmentHandle* out) {
   CUmemGenericAllocationHandle handle = 0;
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(
       driver, cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(segment.base))));
   int fd = -1;
-  const Status exported = HOCCL_CU(
-      driver,
-      cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  Status exported = HOCCL_CU(driver, cuMemExportToShareableHandle(
+                                         &fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  out->fd.reset(exported ? fd : -1);
+  // What says why not is the first error: memory with fabric handles is rare.
+  if (!exported && driver->cuMemExportToShareableHandle(
+                       out->fabric.data(), handle, CU_MEM_HANDLE_TYPE_FABRIC, 0) == CUDA_SUCCESS) {
+    exported = {};
+  }
   (void)driver->cuMemRelease(handle);
-  if (exported) out->reset(fd);
   return exported;
+}
+
+Status importSegment(const Driver* driver, SegmentHandle& segment,
+                     CUmemGenericAllocationHandle* out) {
+  // The driver takes a descriptor as the pointer itself.
+  void* const descriptor = reinterpret_cast<void*>(static_cast<std::intptr_t>(segment.fd.get()));
+  return segment.fd
+             ? HOCCL_CU(driver, cuMemImportFromShareableHandle(
+                                    out, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
+             : HOCCL_CU(driver, cuMemImportFromShareableHandle(out, segment.fabric.data(),
+                                                               CU_MEM_HANDLE_TYPE_FABRIC));
 }
 
 }  // namespace hoccl

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,15 @@ struct MappedSegment {
   friend bool operator==(const MappedSegment&, const MappedSegment&) = default;
 };
 
+/// By what another process can map a segment: a descriptor, or where its memory was created without
+/// one (NVLink between nodes) a fabric handle, which is bytes that hold nothing.
+struct SegmentHandle {
+  using Fabric = std::array<unsigned char, 64>;
+  static_assert(sizeof(Fabric) == sizeof(CUmemFabricHandle));
+  UniqueFd fd;  ///< empty: `fabric` is it
+  Fabric fabric{};
+};
+
 /// The allocation or mapping at the address; false: nothing is mapped there. With a context
 /// current.
 [[nodiscard]] bool segmentAt(const Driver* driver, CUdeviceptr address, MappedSegment* out);
@@ -27,8 +37,11 @@ struct MappedSegment {
 Status segmentsOf(const Driver* driver, CUdeviceptr address, std::uint64_t bytes,
                   std::vector<MappedSegment>* out);
 
-/// A descriptor by which another process can map the segment. Error: its memory was not created so
-/// that it can be exported. No call that waits for the device.
-Status exportSegment(const Driver* driver, const MappedSegment& segment, UniqueFd* out);
+/// Error: the segment's memory was not created so that it can be exported. No call that waits for
+/// the device.
+Status exportSegment(const Driver* driver, const MappedSegment& segment, SegmentHandle* out);
+/// The memory behind a handle of another process, to be released.
+Status importSegment(const Driver* driver, SegmentHandle& segment,
+                     CUmemGenericAllocationHandle* out);
 
 }  // namespace hoccl

@@ -5,8 +5,8 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -211,8 +211,9 @@ Status MappedSpans::send(const std::vector<MappedSegment>& segments, std::uint64
   message.bytes = segments.back().end() - segments.front().base;
   MoverReply reply{};
   for (std::size_t first = 0; first < segments.size(); first += message.pieces) {
-    std::vector<UniqueFd> owned(std::min(kSpanPieces, segments.size() - first));
-    std::array<int, kSpanPieces> descriptors{};
+    std::vector<SegmentHandle> owned(std::min(kSpanPieces, segments.size() - first));
+    std::vector<int> descriptors;
+    message.fabric = 0;
     for (std::size_t i = 0; i < owned.size(); ++i) {
       const Status exported = exportSegment(driver_, segments[first + i], &owned[i]);
       if (!exported) {
@@ -222,7 +223,7 @@ Status MappedSpans::send(const std::vector<MappedSegment>& segments, std::uint64
           logWarn(
               "no file descriptor is left (ulimit -n) to hand memory of cuMemCreate at {:#x} to "
               "the "
-              "mover, which takes one for each of {} segments for a moment: until there are, such "
+              "mover, which takes one for each of {} segments: until there are, such "
               "buffers take application-side copies",
               message.base, segments.size());
         }
@@ -230,12 +231,16 @@ Status MappedSpans::send(const std::vector<MappedSegment>& segments, std::uint64
         if (first > 0) (void)mover_->addSpan(message, {}, &reply, answered);
         return exported;
       }
-      descriptors[i] = owned[i].get();
+      if (owned[i].fd) {
+        descriptors.push_back(owned[i].fd.get());
+      } else {
+        message.fabric |= 1ull << i;
+        std::memcpy(message.fabricHandles[i], owned[i].fabric.data(), kFabricHandleBytes);
+      }
       message.pieceBytes[i] = segments[first + i].bytes;
     }
     message.pieces = owned.size();
-    const Status mapped =
-        mover_->addSpan(message, {descriptors.data(), owned.size()}, &reply, answered);
+    const Status mapped = mover_->addSpan(message, descriptors, &reply, answered);
     if (!mapped) {
       if (*answered && reply.refused < message.pieces) *refused = first + reply.refused;
       if (!std::exchange(told_, true)) {

@@ -405,7 +405,7 @@ void MoverControl::established(std::unique_ptr<Connection> connection) {
 }
 
 void MoverControl::applicationSays() {
-  alignas(8) std::byte buffer[512];
+  alignas(8) std::byte buffer[kMostMoverMessage];
   std::size_t bytes = 0;
   std::vector<UniqueFd> fds;
   ReceiveState state = ReceiveState::WouldBlock;

@@ -12,7 +12,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 7;
+inline constexpr std::uint32_t kMoverProtocol = 8;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -60,11 +60,12 @@ struct AddStaging {
   std::uint64_t bytes;
 };
 
-/// Segments most of one AddSpan: its descriptors.
+/// Segments most of one AddSpan.
 inline constexpr std::size_t kSpanPieces = 32;
+inline constexpr std::size_t kFabricHandleBytes = 64;
 
 /// A span to be mapped (BufferKind::Span), by as many messages as it takes: each has the next
-/// segments in the order of their addresses, with a descriptor for each
+/// segments in the order of their addresses, with a descriptor for each that has no fabric handle
 /// (cuMemExportToShareableHandle). The last one's answer says that all of it is mapped; after any
 /// that says no, nothing of it is. One without segments takes back those before.
 struct AddSpan {
@@ -74,8 +75,11 @@ struct AddSpan {
   std::uint64_t bytes;  ///< of the whole span
   std::uint64_t done;   ///< bytes in the messages before this one
   std::uint64_t pieces;
+  std::uint64_t fabric;  ///< bit i: segment i comes by its fabric handle
   std::uint64_t pieceBytes[kSpanPieces];
+  unsigned char fabricHandles[kSpanPieces][kFabricHandleBytes];
 };
+inline constexpr std::size_t kMostMoverMessage = sizeof(AddSpan);  ///< bytes, to the mover
 static_assert(sizeof(AddStaging) != sizeof(AddCommunicator) &&
                   sizeof(AddStaging) != sizeof(AddSpan) &&
                   sizeof(AddCommunicator) != sizeof(AddSpan),

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 
 namespace hoccl {
 namespace {
@@ -17,6 +18,18 @@ bool fits(const AddSpan& message) {
   return true;
 }
 
+bool byFabric(const AddSpan& message, std::size_t piece) {
+  return (message.fabric >> piece & 1) != 0;
+}
+
+std::size_t descriptorsOf(const AddSpan& message) {
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < std::min<std::size_t>(message.pieces, kSpanPieces); ++i) {
+    if (!byFabric(message, i)) ++count;
+  }
+  return count;
+}
+
 }  // namespace
 
 Status SpanMapper::begin(const AddSpan& message, Span* span) {
@@ -28,13 +41,9 @@ Status SpanMapper::begin(const AddSpan& message, Span* span) {
   return {};
 }
 
-Status SpanMapper::map(Span* span, int segment, std::uint64_t bytes) {
+Status SpanMapper::map(Span* span, SegmentHandle& segment, std::uint64_t bytes) {
   CUmemGenericAllocationHandle handle = 0;
-  // The descriptor goes as the pointer itself, as the driver has it.
-  void* const descriptor = reinterpret_cast<void*>(static_cast<std::intptr_t>(segment));
-  HOCCL_RETURN_IF_ERROR(
-      HOCCL_CU(driver_, cuMemImportFromShareableHandle(&handle, descriptor,
-                                                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)));
+  HOCCL_RETURN_IF_ERROR(importSegment(driver_, segment, &handle));
   const Status mapped =
       HOCCL_CU(driver_, cuMemMap(span->address + span->mapped, bytes, 0, handle, 0));
   (void)driver_->cuMemRelease(handle);
@@ -42,6 +51,15 @@ Status SpanMapper::map(Span* span, int segment, std::uint64_t bytes) {
   span->pieces.push_back(bytes);
   span->mapped += bytes;
   return {};
+}
+
+/// With one missing the others are of no use, and no further one is kept.
+void SpanMapper::keep(Span* span, SegmentHandle segment) {
+  const std::size_t descriptors = segment.fd ? 1 : 0;
+  if (kept_ + descriptors > mostKept_ || span->kept.size() + 1 != span->pieces.size()) return;
+  span->kept.push_back(std::move(segment));
+  span->descriptors += descriptors;
+  kept_ += descriptors;
 }
 
 Status SpanMapper::allowAccess(const Span& span) {
@@ -79,7 +97,7 @@ Status SpanMapper::add(const AddSpan& message, std::vector<UniqueFd>& segments, 
   const bool goesOn = known == spans_.end()
                           ? message.done == 0
                           : building_ == message.id && message.bytes == known->second.bytes;
-  if (message.pieces > kSpanPieces || segments.size() != message.pieces || !goesOn ||
+  if (message.pieces > kSpanPieces || segments.size() != descriptorsOf(message) || !goesOn ||
       message.done != mapped || !fits(message)) {
     return Status::error(
         Code::InvalidArgument,
@@ -96,13 +114,19 @@ Status SpanMapper::add(const AddSpan& message, std::vector<UniqueFd>& segments, 
     building_ = 0;
     return status;
   }
+  std::size_t nextDescriptor = 0;
   for (std::uint32_t i = 0; status && i < message.pieces; ++i) {
-    status = map(&span, segments[i].get(), message.pieceBytes[i]);
-    if (!status) *refused = i;
-    // With one missing the others are of no use, and no further one is kept.
-    if (status && kept_ < mostKept_ && span.kept.size() + 1 == span.pieces.size()) {
-      span.kept.push_back(std::move(segments[i]));
-      ++kept_;
+    SegmentHandle segment;
+    if (byFabric(message, i)) {
+      std::memcpy(segment.fabric.data(), message.fabricHandles[i], segment.fabric.size());
+    } else {
+      segment.fd = std::move(segments[nextDescriptor++]);
+    }
+    status = map(&span, segment, message.pieceBytes[i]);
+    if (status) {
+      keep(&span, std::move(segment));
+    } else {
+      *refused = i;
     }
   }
   *whole = status && span.mapped == span.bytes;
@@ -125,7 +149,7 @@ Status SpanMapper::unmap(std::uint64_t id) {
   if (position == spans_.end()) return {};
   const Span span = std::move(position->second);
   spans_.erase(position);
-  kept_ -= span.kept.size();
+  kept_ -= span.descriptors;
   if (building_ == id) building_ = 0;
   return undo(span);
 }
@@ -157,11 +181,18 @@ Status SpanMapper::passOn(AddSpan* message, std::vector<int>* segments) const {
                                      kept_));
   }
   segments->clear();
-  message->pieces = 0;
+  message->pieces = message->fabric = 0;
   std::uint64_t at = 0;
   for (std::size_t i = 0; i < span.pieces.size(); at += span.pieces[i++]) {
     if (at < message->done || message->pieces == kSpanPieces) continue;
-    segments->push_back(span.kept[i].get());
+    const SegmentHandle& segment = span.kept[i];
+    if (segment.fd) {
+      segments->push_back(segment.fd.get());
+    } else {
+      message->fabric |= 1ull << message->pieces;
+      std::memcpy(message->fabricHandles[message->pieces], segment.fabric.data(),
+                  segment.fabric.size());
+    }
     message->pieceBytes[message->pieces++] = span.pieces[i];
   }
   return {};

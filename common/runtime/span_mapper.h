@@ -7,6 +7,7 @@
 #include "common/base/fd.h"
 #include "common/base/status.h"
 #include "common/gpu/driver.h"
+#include "common/gpu/mapped_segments.h"
 #include "common/runtime/mover_protocol.h"
 
 namespace hoccl {
@@ -43,10 +44,12 @@ class SpanMapper {
     std::uint64_t bytes = 0;
     std::uint64_t mapped = 0;
     std::vector<std::uint64_t> pieces;  ///< bytes of each
-    std::vector<UniqueFd> kept;         ///< their descriptors: all, or fewer and of no use
+    std::vector<SegmentHandle> kept;    ///< all of theirs, or fewer and of no use
+    std::size_t descriptors = 0;        ///< of those
   };
   Status begin(const AddSpan& message, Span* span);
-  Status map(Span* span, int segment, std::uint64_t bytes);
+  Status map(Span* span, SegmentHandle& segment, std::uint64_t bytes);
+  void keep(Span* span, SegmentHandle segment);
   Status allowAccess(const Span& span);
   Status undo(const Span& span);
 

@@ -99,6 +99,20 @@ TEST(DirectSpans, AnUnmapWaitsForAReceiveWhoseSenderComesLate) {
   EXPECT_EQ(job.said(0, "unmappedEarly"), "no");
 }
 
+/// Memory that has no descriptor, or only some of it.
+TEST(DirectSpans, FabricHandles) {
+  for (const char* which : {"all", "odd"}) {
+    for (const char* scenario : {"bothWays", "spansSizes", "spansRemap"}) {
+      SCOPED_TRACE(std::string(scenario) + " " + which);
+      Job job(scenario, 2);
+      job.oneNode().env("E2E_MEMORY", "mapped").env("E2E_FABRIC", which);
+      job.env("EMUCUDA_FABRIC", "1").finish(60);
+      expectDirectOrStaged(job, std::string(scenario) != "spansRemap");
+      if (std::string(scenario) == "spansRemap") expectNothingFreedWhileMapped(job);
+    }
+  }
+}
+
 TEST(DirectSpans, WhatThePeersGpuDoesNotReachIsStaged) {
   Job job("bothWays", 2);
   job.oneNode().env("E2E_MEMORY", "mapped").env("EMUCUDA_P2P_REFUSE", "0-1").finish(60);

@@ -44,6 +44,16 @@ TEST_P(SpansOf, AllBuffers) {
   expectOnlyStaged(job, ranks);
 }
 
+TEST(Spans, FabricHandles) {
+  for (const char* which : {"all", "odd"}) {
+    SCOPED_TRACE(which);
+    Job job("spansSizes", 2);
+    job.env("E2E_FABRIC", which).env("EMUCUDA_FABRIC", "1").env("HOCCL_APP_COPIES", "never");
+    job.finish(60);
+    expectOnlyStaged(job);
+  }
+}
+
 TEST(Spans, Collectives) {
   Job job("collectives", 3);
   job.env("E2E_MEMORY", "mapped").argument("steered", "70001").argument("small", "1003").finish(60);

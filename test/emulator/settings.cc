@@ -98,7 +98,7 @@ int connections() {
 bool loadSettings(Settings* out, std::string* error) {
   Settings values;
   double devices = values.devices, seed = 1, delay = 0, memory = 139, peers = 1, nvlink = 1, refuse = -1,
-         mode = 0;
+         mode = 0, fabric = 0;
   if (!readNumber("EMUCUDA_DEVICES", 0, kMaxDevices, true, &devices, error) ||
       !readNumber("EMUCUDA_DILATION", kMinDilation, kMaxDilation, false, &values.dilation, error) ||
       !readNumber("EMUCUDA_SEED", 0, 1e15, true, &seed, error) ||
@@ -106,6 +106,7 @@ bool loadSettings(Settings* out, std::string* error) {
       !readNumber("EMUCUDA_MEM_GIB", 1.0 / 1024, kMaxMemoryGib, false, &memory, error) ||
       !readNumber("EMUCUDA_P2P", 0, 1, true, &peers, error) ||
       !readNumber("EMUCUDA_NVLINK", 0, 1, true, &nvlink, error) ||
+      !readNumber("EMUCUDA_FABRIC", 0, 1, true, &fabric, error) ||
       !readNumber("EMUCUDA_REFUSE_IPC_OPEN", 0, 1e9, true, &refuse, error) ||
       !readNumber("EMUCUDA_COMPUTE_MODE", 0, 3, true, &mode, error))
     return false;
@@ -122,6 +123,7 @@ bool loadSettings(Settings* out, std::string* error) {
   values.memoryBytes = static_cast<std::uint64_t>(memory * (1 << 30));
   values.peerAccess = peers != 0;
   values.nvlink = nvlink != 0;
+  values.fabric = fabric != 0;
   values.connections = connections();
   if (const char* session = std::getenv("EMUCUDA_SESSION")) values.session = session;
   if (values.session.size() > 64 || values.session.find('/') != std::string::npos) {

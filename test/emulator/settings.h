@@ -18,6 +18,7 @@ struct Settings {
   std::uint32_t delayUs = 0;  ///< EMUCUDA_DELAY_US: longest random real delay before each operation
   std::uint64_t memoryBytes = std::uint64_t{139} << 30;  ///< EMUCUDA_MEM_GIB: memory of each GPU
   int connections = 0;           ///< CUDA_DEVICE_MAX_CONNECTIONS; 0: not set
+  bool fabric = false;           ///< EMUCUDA_FABRIC: 1 = memory has fabric handles where asked for
   bool peerAccess = true;        ///< EMUCUDA_P2P: 0 = no GPU reaches another
   bool nvlink = true;  ///< EMUCUDA_NVLINK: 0 = they do so over PCIe
   /// EMUCUDA_P2P_REFUSE: pairs of GPUs (physical) that do not reach each other.

@@ -5,9 +5,12 @@
 #include <cuda.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -72,6 +75,36 @@ std::vector<std::shared_ptr<Region>> mappingsOf(std::uintptr_t address, std::siz
   }
   if (next != address + bytes) return {};
   return regions;
+}
+
+/// What a fabric handle holds here: where its maker keeps the memory, and which file that is.
+struct FabricHandle {
+  std::int32_t pid, fd;
+  std::uint64_t inode;
+};
+static_assert(sizeof(FabricHandle) <= sizeof(CUmemFabricHandle));
+
+CUresult fabricHandleOf(const Backing& backing, CUmemFabricHandle* out) {
+  struct stat file {};
+  if (fstat(backing.fd, &file) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  const FabricHandle handle{getpid(), backing.fd, file.st_ino};
+  *out = {};
+  std::memcpy(out, &handle, sizeof handle);
+  return CUDA_SUCCESS;
+}
+
+std::shared_ptr<Backing> backingOfFabric(const CUmemFabricHandle* bytes) {
+  FabricHandle handle{};
+  std::memcpy(&handle, bytes, sizeof handle);
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
+  struct stat file {};
+  if (stat(path, &file) != 0 || file.st_ino != handle.inode) return nullptr;
+  const int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return nullptr;
+  auto backing = importBacking(fd);
+  close(fd);
+  return backing;
 }
 
 /// The device of a location, or null.
@@ -150,7 +183,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* out, size_t bytes,
     Context* context = contextAt(properties->location);
     if (context == nullptr) return CUDA_ERROR_INVALID_DEVICE;
     if (const CUresult allowed = checkUnsafeCall(); allowed != CUDA_SUCCESS) return allowed;
-    constexpr unsigned kKnown = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    const unsigned kKnown = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR |
+                            (settings().fabric ? unsigned{CU_MEM_HANDLE_TYPE_FABRIC} : 0u);
     const auto types = static_cast<unsigned>(properties->requestedHandleTypes);
     if ((types & ~kKnown) != 0)
       return types & CU_MEM_HANDLE_TYPE_FABRIC ? CUDA_ERROR_NOT_PERMITTED
@@ -252,9 +286,12 @@ CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle ha
   return driverCall([&]() -> CUresult {
     const auto backing = backingOf(handle);
     if (out == nullptr || backing == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
-    if (type == CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_PERMITTED;
-    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+    if (fabric && !settings().fabric) return CUDA_ERROR_NOT_PERMITTED;
+    if (!fabric && type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+      return CUDA_ERROR_NOT_SUPPORTED;
     if ((backing->handleTypes & type) == 0) return CUDA_ERROR_INVALID_VALUE;
+    if (fabric) return fabricHandleOf(*backing, static_cast<CUmemFabricHandle*>(out));
     const int fd = exportBacking(*backing);
     if (fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
     *static_cast<int*>(out) = fd;
@@ -267,11 +304,15 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* out, void*
                                         CUmemAllocationHandleType type) {
   return driverCall([&]() -> CUresult {
     if (out == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    if (type == CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_PERMITTED;
-    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+    const bool fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+    if (fabric && !settings().fabric) return CUDA_ERROR_NOT_PERMITTED;
+    if (!fabric && type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+      return CUDA_ERROR_NOT_SUPPORTED;
     if (refuseImport()) return CUDA_ERROR_MAP_FAILED;
     delayCall();
-    const auto backing = importBacking(static_cast<int>(reinterpret_cast<std::intptr_t>(osHandle)));
+    const auto backing =
+        fabric ? backingOfFabric(static_cast<const CUmemFabricHandle*>(osHandle))
+               : importBacking(static_cast<int>(reinterpret_cast<std::intptr_t>(osHandle)));
     if (backing == nullptr) return CUDA_ERROR_INVALID_VALUE;
     backing->handleTypes = 0;  // as measured: what was imported cannot be exported again
     *out = addHandle(backing);

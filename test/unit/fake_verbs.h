@@ -42,10 +42,13 @@ struct FakeDevice : ibv_device {
   int mostRequests = 16384, mostCompletions = 1 << 20;
   std::uint32_t mostInline = 256;
   int openError = 0, registerError = 0, queueError = 0;
-  int dmaBufError = 0;   ///< 0: only a descriptor that is none is refused
-  bool cut = false;      ///< nothing leaves or reaches it
-  bool silent = false;   ///< its completions are not to be had for now
-  int connectError = 0;  ///< its queue pairs cannot be connected
+  int dmaBufError = 0;     ///< 0: only a descriptor that is none is refused
+  bool cut = false;        ///< nothing leaves or reaches it
+  bool silent = false;     ///< its completions are not to be had for now
+  int connectError = 0;    ///< its queue pairs cannot be connected
+  int stopError = 0;       ///< its queue pairs cannot be put into error
+  bool pollFails = false;  ///< its completion queues are broken
+  int queueTries = 0;      ///< queue pairs it was asked for
   std::uint32_t vendorError = 0x81;
   unsigned lastAccess = 0;  ///< of a registration
 
@@ -83,6 +86,7 @@ struct FakeMr : ibv_mr {
 struct FakeCq : ibv_cq {
   std::deque<ibv_wc> done;
   std::size_t most = 0;
+  bool neglected = false;  ///< it has given nothing for a while, and may hold too much
 };
 struct FakeQp : ibv_qp {
   FakeDevice* device = nullptr;
@@ -92,6 +96,7 @@ struct FakeQp : ibv_qp {
   std::deque<FakeSend> sends;
   std::deque<std::uint64_t> receives;
   std::deque<std::uint64_t> late;  ///< sends that have arrived, and whose completion comes later
+  bool gap = false;                ///< a send has been lost: what is behind it is not taken
   std::uint32_t unpolled = 0;      ///< sends whose completion has not been taken
 };
 
@@ -107,6 +112,12 @@ class FakeFabric {
   std::vector<std::unique_ptr<FakeDevice>> hosts[2];
   /// Asked for each request when its turn comes, under the fabric's lock.
   std::function<Fate(const FakeQp&, const FakeSend&)> fate;
+  /// Asked for each request that is posted, under the lock: an errno value refuses it, and what is
+  /// behind it in the same call.
+  std::function<int(const FakeQp&, const ibv_send_wr&)> refusal;
+  /// What a queue pair has to send when it fails or goes may be on the wire, and arrive later at
+  /// one that still takes it.
+  bool longWire = false;
   bool purgeOnDestroy = true;  ///< completions of a destroyed queue pair vanish (rxe keeps them)
   int openContexts = 0, pds = 0, mrs = 0, cqs = 0;
 
@@ -122,6 +133,9 @@ class FakeFabric {
     hosts[0].clear();
     hosts[1].clear();
     fate = nullptr;
+    refusal = nullptr;
+    longWire = false;
+    wire_.clear();
     purgeOnDestroy = true;
   }
   FakeDevice& add(int host, const std::string& name, const std::string& address = {}) {
@@ -267,6 +281,7 @@ class FakeFabric {
   }
   static ibv_qp* createQp(ibv_pd* pd, ibv_qp_init_attr* init) {
     FakeDevice& device = *deviceOf(pd->context);
+    ++device.queueTries;
     errno = device.queueError != 0 ? device.queueError : EINVAL;
     if (device.queueError != 0) return nullptr;
     if (init->cap.max_inline_data > device.mostInline) return nullptr;
@@ -288,6 +303,7 @@ class FakeFabric {
   static int destroyQp(ibv_qp* qp) {
     const std::lock_guard lock(get().mutex_);
     auto* its = static_cast<FakeQp*>(qp);
+    get().ontoWire(*its);
     if (get().purgeOnDestroy) {
       std::erase_if(its->cq->done, [qp](const ibv_wc& wc) { return wc.qp_num == qp->qp_num; });
     }
@@ -308,6 +324,7 @@ class FakeFabric {
     EXPECT_TRUE(allowed) << "queue pair from state " << from << " to " << to;
     if (!allowed) return EINVAL;
     if (to == IBV_QPS_RTR && its.device->connectError != 0) return its.device->connectError;
+    if (to == IBV_QPS_ERR && its.device->stopError != 0) return its.device->stopError;
     take(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
     take(IBV_QP_PORT, &ibv_qp_attr::port_num);
     take(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
@@ -338,6 +355,9 @@ class FakeFabric {
       *bad = request;
       if (its.attributes.qp_state != IBV_QPS_RTS && its.attributes.qp_state != IBV_QPS_ERR) {
         return EINVAL;
+      }
+      if (const int error = get().refusal ? get().refusal(its, *request) : 0; error != 0) {
+        return error;
       }
       if (its.sends.size() + its.late.size() + its.unpolled >= its.cap.max_send_wr) {
         ADD_FAILURE() << "a send queue overflows";
@@ -386,7 +406,9 @@ class FakeFabric {
     const std::lock_guard lock(get().mutex_);
     get().move();
     auto& done = static_cast<FakeCq*>(cq)->done;
+    if (deviceOf(cq->context)->pollFails) return -1;
     if (deviceOf(cq->context)->silent) return 0;
+    if (done.empty()) static_cast<FakeCq*>(cq)->neglected = false;
     int count = 0;
     for (; count < most && !done.empty(); ++count) {
       completions[count] = done.front();
@@ -416,11 +438,58 @@ class FakeFabric {
     wc.qp_num = qp.qp_num;
     wc.imm_data = immediate;
     wc.wc_flags = opcode == IBV_WC_RECV_RDMA_WITH_IMM ? IBV_WC_WITH_IMM : 0;
-    EXPECT_LT(qp.cq->done.size(), qp.cq->most) << "a completion queue overflows";
+    // One that gives nothing would be full at last, which nobody can help.
+    qp.cq->neglected = qp.cq->neglected || qp.device->silent;
+    EXPECT_TRUE(qp.cq->done.size() < qp.cq->most || qp.cq->neglected)
+        << "a completion queue overflows";
     qp.cq->done.push_back(wc);
     if (opcode != IBV_WC_RECV_RDMA_WITH_IMM) ++qp.unpolled;
   }
+  void ontoWire(FakeQp& qp) {
+    if (!longWire || qp.gap || qp.attributes.dest_qp_num == 0) return;
+    for (std::size_t left = random_() % 4; left > 0 && !qp.sends.empty(); --left) {
+      FakeSend send = qp.sends.front();
+      if (send.copy.empty() && send.bytes > 0) send.copy.assign(send.data, send.data + send.bytes);
+      wire_.push_back({qp.qp_num, qp.attributes.dest_qp_num, std::move(send)});
+      if (qp.attributes.qp_state == IBV_QPS_ERR) {
+        complete(qp, qp.sends.front().id, IBV_WC_RDMA_WRITE, IBV_WC_WR_FLUSH_ERR);
+      }
+      qp.sends.pop_front();
+    }
+  }
+  /// What is on the wire, in its order.
+  void deliver() {
+    while (!wire_.empty() && random_() % 64 == 0) {
+      const OnWire each = std::move(wire_.front());
+      wire_.pop_front();
+      const auto found = qps_.find(each.to);
+      if (found == qps_.end()) continue;
+      FakeQp& to = *found->second;
+      const FakeSend& send = each.send;
+      const bool notifies = send.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+      if ((to.attributes.qp_state != IBV_QPS_RTR && to.attributes.qp_state != IBV_QPS_RTS) ||
+          to.attributes.dest_qp_num != each.from || (notifies && to.receives.empty()) ||
+          (send.bytes > 0 && !covered(send.key, send.target, send.bytes, to.pd))) {
+        std::erase_if(wire_, [&](const OnWire& other) { return other.from == each.from; });
+        continue;
+      }
+      land(send, to);
+    }
+  }
+  /// In the memory of the other end, which hears of it.
+  void land(const FakeSend& send, FakeQp& to) {
+    if (send.bytes > 0) {
+      std::memcpy(reinterpret_cast<void*>(send.target),
+                  send.copy.empty() ? send.data : send.copy.data(), send.bytes);
+    }
+    if (send.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
+      const std::uint64_t id = to.receives.front();
+      to.receives.pop_front();
+      complete(to, id, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_SUCCESS, send.immediate);
+    }
+  }
   void flush(FakeQp& qp) {
+    ontoWire(qp);
     for (const std::uint64_t id : qp.late) {
       complete(qp, id, IBV_WC_RDMA_WRITE, IBV_WC_WR_FLUSH_ERR);
     }
@@ -442,6 +511,7 @@ class FakeFabric {
   }
   /// Some requests of some queue pairs, so that their order differs from that of the posts.
   void move() {
+    deliver();
     for (auto& [number, qp] : qps_) {
       if (!qp->late.empty() && random_() % 16 == 0) {
         for (const std::uint64_t id : qp->late) {
@@ -466,6 +536,7 @@ class FakeFabric {
     const Fate its = !heard ? Fate::Lost : fate ? fate(qp, send) : Fate::Arrives;
     if (its == Fate::Held) return false;
     if (its == Fate::Lost) {
+      qp.gap = true;
       fail(qp, IBV_WC_RETRY_EXC_ERR);
       return false;
     }
@@ -479,14 +550,8 @@ class FakeFabric {
         fail(qp, IBV_WC_REM_ACCESS_ERR);
         return false;
       }
-      std::memcpy(reinterpret_cast<void*>(send.target),
-                  send.copy.empty() ? send.data : send.copy.data(), send.bytes);
     }
-    if (notifies) {
-      const std::uint64_t id = to->receives.front();
-      to->receives.pop_front();
-      complete(*to, id, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_SUCCESS, send.immediate);
-    }
+    land(send, *to);
     if (its == Fate::AckLost) {
       fail(qp, IBV_WC_RETRY_EXC_ERR);
       return false;
@@ -531,7 +596,13 @@ class FakeFabric {
     return t;
   }
 
+  struct OnWire {
+    std::uint32_t from = 0, to = 0;
+    FakeSend send;
+  };
+
   std::mutex mutex_;
+  std::deque<OnWire> wire_;
   std::mt19937 random_{7};
   std::uint32_t lastKey_ = 100, lastNumber_ = 0x10;
   std::map<std::uint32_t, std::unique_ptr<FakeMr>> regions_;

@@ -207,7 +207,9 @@ TEST(Direct, Rule9APeerThatDiesMidCopyFailsTheReceive) {
     DeviceBuffer buffer(300'001);
     Message ready{};
     const Ticket ticket = s.offered(buffer, &ready);
-    if (announced) ASSERT_TRUE(s.peer.send(ScriptedNeighbour::direct(300'001)));
+    if (announced) {
+      ASSERT_TRUE(s.peer.send(ScriptedNeighbour::direct(300'001)));
+    }
     s.peer.die();
     ASSERT_TRUE(s.mover.waitFor(ticket));
     EXPECT_EQ(s.mover.code(0), Code::Remote);

@@ -72,7 +72,7 @@ TEST_F(ShmHandOver, MessagesComeInOrderWithTheirDescriptorsAmongNudges) {
 }
 
 TEST_F(ShmHandOver, AMessageThatCannotBeTakenInIsLostAlone) {
-  const std::vector<std::byte> long_(4096);
+  const std::vector<std::byte> long_(8192);
   const std::uint64_t word[2] = {1, 2};
   ASSERT_TRUE(a_->handOver(long_.data(), long_.size(), {}, 1000));
   ASSERT_TRUE(a_->handOver(word, sizeof word, {}, 1000));

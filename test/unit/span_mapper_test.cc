@@ -25,6 +25,7 @@ struct Device {
   int failImportAt = -1, failMapAt = -1;  ///< the how manieth, from 0
   bool failReserve = false, failAccess = false;
   int imports = 0, maps = 0;
+  std::vector<unsigned char> fabric;  ///< the first byte of each fabric handle imported
 };
 Device device;
 
@@ -57,9 +58,12 @@ const Driver* driver() {
       device.reserved.erase(found);
       return CUDA_SUCCESS;
     };
-    d.cuMemImportFromShareableHandle = [](CUmemGenericAllocationHandle* out, void*,
-                                          CUmemAllocationHandleType) {
+    d.cuMemImportFromShareableHandle = [](CUmemGenericAllocationHandle* out, void* from,
+                                          CUmemAllocationHandleType type) {
       if (device.imports++ == device.failImportAt) return CUDA_ERROR_MAP_FAILED;
+      if (type == CU_MEM_HANDLE_TYPE_FABRIC) {
+        device.fabric.push_back(*static_cast<const unsigned char*>(from));
+      }
       *out = 77;
       ++device.handles;
       return CUDA_SUCCESS;
@@ -237,6 +241,29 @@ TEST_F(SpanMapperTest, WhatItKeepsCanBePassedOnInParts) {
   EXPECT_EQ(mapper.addressOf(kSpan), 0u);
   for (int fd : sent) EXPECT_EQ(::fcntl(fd, F_GETFD), -1) << "a descriptor keeps the memory";
   expectNothingLeft();
+}
+
+/// They take the place of descriptors, piece by piece, and no descriptor's when they are kept.
+TEST_F(SpanMapperTest, FabricHandlesAreMappedAndPassedOnToo) {
+  SpanMapper mapper(driver(), 1);
+  AddSpan in = message(kSpan, 3 * kPiece, 0, 3);
+  in.fabric = 0b101;
+  in.fabricHandles[0][0] = 7;
+  in.fabricHandles[2][0] = 9;
+  EXPECT_EQ(add(&mapper, in, descriptors(3)).code(), Code::InvalidArgument);
+  std::vector<UniqueFd> fds = descriptors(1);
+  const int fd = fds[0].get();
+  ASSERT_TRUE(add(&mapper, in, std::move(fds)));
+  EXPECT_TRUE(whole_);
+  EXPECT_EQ(device.fabric, (std::vector<unsigned char>{7, 9}));
+  AddSpan out = message(kSpan, 3 * kPiece, 0, 0);
+  std::vector<int> passed;
+  ASSERT_TRUE(mapper.passOn(&out, &passed));
+  EXPECT_EQ(passed, std::vector<int>{fd});
+  EXPECT_EQ(out.pieces, 3u);
+  EXPECT_EQ(out.fabric, 0b101u);
+  EXPECT_EQ(out.fabricHandles[0][0], 7);
+  EXPECT_EQ(out.fabricHandles[2][0], 9);
 }
 
 TEST_F(SpanMapperTest, SpansBeyondTheDescriptorsItKeepsAreMappedAndStay) {

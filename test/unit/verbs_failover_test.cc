@@ -291,6 +291,30 @@ TEST_F(VerbsFailoverTest, AnyFailuresInAnyOrder) {
   }
 }
 
+// What a failed queue pair carried may have to go again: this side does not end before it knows.
+TEST_F(VerbsFailoverTest, TheLastWordsGoAgainWhenTheirQueuePairFails) {
+  addNics(1);
+  join();
+  ASSERT_TRUE(idleUntil([&] { return a_->pathsUp() == 4 && b_->pathsUp() == 4; }));
+  disturbOnce(*fabric_.hosts[0][0], Fate::Lost, 0);
+  Message message{};
+  message.bytes = 7;
+  ASSERT_TRUE(a_->trySend(message));
+  std::atomic<bool> heard{false}, over{false};
+  std::thread peer([&] {
+    while (!heard && !over) {
+      tend(*b_);
+      Message got;
+      if (b_->tryReceive(&got)) heard = got.bytes == 7;
+      std::this_thread::yield();
+    }
+  });
+  a_.reset();
+  over = true;
+  peer.join();
+  EXPECT_TRUE(heard);
+}
+
 TEST_F(VerbsFailoverTest, ASleepingMoverHearsOfAFailureAndANudge) {
   addNics(1);
   join();

@@ -55,6 +55,7 @@ struct Channel final : LinkChannel {
   }
   [[nodiscard]] bool ending() const override { return false; }
   std::deque<Frame> frames;
+  std::function<bool()> late;                      ///< the next is still on its way
   std::function<bool(std::uint16_t kind)> refuse;  ///< no room for such a one now
 };
 
@@ -62,10 +63,12 @@ struct Channel final : LinkChannel {
 inline std::uint64_t lastChanceMs = test::kPatienceMs;
 
 struct End {
-  explicit End(int host, bool connecting, const VerbsSettings* settings = nullptr) {
+  explicit End(int host, bool connecting, const VerbsSettings* settings = nullptr,
+               const std::function<void(VerbsSettings&)>& change = {}) {
     ground = std::make_shared<VerbsGround>();
     ground->settings.qpsPerPeer = 2;
     ground->settings.lastChanceMs = lastChanceMs;
+    if (change) change(ground->settings);
     EXPECT_TRUE(openNics(FakeFabric::library(host), ground->settings, &ground->nics));
     link = std::make_unique<VerbsLink>(channel, ground, settings ? *settings : ground->settings,
                                        connecting, kPiece);
@@ -77,7 +80,7 @@ struct End {
   }
   /// The same of a connection that may end.
   void stepToItsEnd(Channel& from) {
-    while (!from.frames.empty()) {
+    while (!from.frames.empty() && !(from.late && from.late())) {
       const Channel::Frame frame = std::move(from.frames.front());
       from.frames.pop_front();
       Status bad;
@@ -115,8 +118,8 @@ class VerbsLinkTest : public ::testing::Test {
     begin();
   }
   void begin(const VerbsSettings* settings = nullptr) {
-    sender_ = std::make_unique<End>(0, true, settings);
-    receiver_ = std::make_unique<End>(1, false);
+    sender_ = std::make_unique<End>(0, true, settings, quick_);
+    receiver_ = std::make_unique<End>(1, false, nullptr, quick_);
     const PathExtent extent{2, 2};
     ASSERT_TRUE(sender_->link->make(extent));
     ASSERT_TRUE(receiver_->link->make(extent));
@@ -246,6 +249,7 @@ class VerbsLinkTest : public ::testing::Test {
   std::array<Sending, kSendings> sending_;
   std::array<std::uint32_t, kSlots> sendOf_{};  ///< the last one into it
   std::uint64_t keys_ = 0, mostBytes_ = kRoom;
+  std::function<void(VerbsSettings&)> quick_;  ///< of the ends that are made next
 };
 
 }  // namespace hoccl::net_plugin

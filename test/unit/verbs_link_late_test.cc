@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "common/base/log.h"
@@ -144,6 +145,90 @@ TEST_F(VerbsLinkLateTest, WhatANicAcknowledgedAndNeverGaveIsAnError) {
   }));
   EXPECT_NE(sender_->link->failure().message().find("acknowledged, over left_0"), std::string::npos)
       << sender_->link->failure().message();
+}
+
+// The same once the numbers of those sends are other messages'.
+TEST_F(VerbsLinkLateTest, WhatANicNeverGaveIsAnErrorAlsoWhenItsSendIsAnothers) {
+  fabric_.atomically([&] { fabric_.hosts[1][0]->silent = true; });
+  const auto write = [this](std::uint32_t send, std::uint32_t slot) {
+    DirectPlace place;
+    receiver_->link->open(slot, into_[send].data(), kRoom, *intoMemory_[send], &place);
+    sender_->link->write(send, slot, place, from_[send].data(), 1, fromMemory_[send]);
+  };
+  for (std::uint32_t send = 0; send < 4; ++send) write(send, send);  // one over each path
+  ASSERT_TRUE(test::waitUntil([&] {
+    step();
+    return sender_->link->written(0) && sender_->link->written(1) && sender_->link->written(2) &&
+           sender_->link->written(3);
+  }));
+  fabric_.atomically(
+      [&] { fabric_.fate = [](const FakeQp&, const FakeSend&) { return Fate::Held; }; });
+  for (std::uint32_t send = 0; send < 4; ++send) write(send, 10 + send);
+  tellOfFailure(0);
+  EXPECT_TRUE(test::waitUntil([&] {
+    sender_->stepToItsEnd(receiver_->channel);
+    receiver_->stepToItsEnd(sender_->channel);
+    return !sender_->link->failure() && !receiver_->link->failure();
+  }));
+  EXPECT_NE(sender_->link->failure().message().find("acknowledged, over left_0"), std::string::npos)
+      << sender_->link->failure().message();
+}
+
+// A queue pair that cannot be stopped is destroyed, and with it what it has brought, unless that is
+// taken first.
+TEST_F(VerbsLinkLateTest, WhatAQueuePairThatCannotBeStoppedHasBroughtCounts) {
+  for (std::uint32_t send = 0; send < 4; ++send) {  // one over each path
+    DirectPlace place;
+    receiver_->link->open(send, into_[send].data(), kRoom, *intoMemory_[send], &place);
+    sender_->link->write(send, send, place, from_[send].data(), 1, fromMemory_[send]);
+  }
+  ASSERT_TRUE(test::waitUntil([&] {
+    sender_->link->progress();
+    return sender_->link->written(0) && sender_->link->written(1) && sender_->link->written(2) &&
+           sender_->link->written(3);
+  }));
+  fabric_.atomically([&] { fabric_.hosts[1][0]->stopError = EIO; });
+  tellOfFailure(0);
+  tellOfFailure(1);
+  EXPECT_TRUE(test::waitUntil([&] {
+    step();
+    return HasFatalFailure() ||
+           (receiver_->link->coming(0).whole && receiver_->link->coming(1).whole &&
+            receiver_->link->coming(2).whole && receiver_->link->coming(3).whole);
+  }));
+  EXPECT_TRUE(test::waitUntil([&] {
+    step();
+    return HasFatalFailure() || sender_->link->set().up() == 4;
+  }));
+}
+
+// The bytes of a piece may be on their way though their word was refused: gone again at once over
+// another queue pair they could land when the receive is over.
+TEST_F(VerbsLinkLateTest, WhatADeviceTookInPartGoesAgainOnlyBehindTheReport) {
+  fabric_.atomically([&] {
+    fabric_.fate = [](const FakeQp&, const FakeSend&) { return Fate::Held; };
+    fabric_.refusal = [first = true](const FakeQp&, const ibv_send_wr& request) mutable {
+      const bool word = request.opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+      return word && std::exchange(first, false) ? ENOMEM : 0;
+    };
+  });
+  DirectPlace place;
+  receiver_->link->open(0, into_[0].data(), kRoom, *intoMemory_[0], &place);
+  test::writePattern(from_[0].data(), 1, 0, kPiece);
+  sender_->link->write(0, 0, place, from_[0].data(), kPiece, fromMemory_[0]);
+  EXPECT_EQ(sender_->link->set().up(), 3u);
+  const auto underWay = [&] {
+    std::size_t bytes = 0;
+    for (const Path& path : sender_->link->set().paths()) bytes += path.bytes;
+    return bytes;
+  };
+  for (int i = 0; i < 100; ++i) sender_->link->progress();
+  EXPECT_EQ(underWay(), 0u) << "before the peer has stopped its end";
+  fabric_.atomically([&] { fabric_.fate = nullptr; });
+  EXPECT_TRUE(test::waitUntil([&] {
+    step();
+    return receiver_->link->coming(0).whole && sender_->link->written(0);
+  }));
 }
 
 TEST(OutPiecesTest, ACompletionBehindTheReportThatItIsLackingSaysNothing) {

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/base/log.h"
 #include "common/net/verbs/gid_choice.h"
 #include "common/net/verbs/hca_list.h"
 #include "common/net/verbs/immediate.h"
@@ -341,6 +342,23 @@ TEST_F(VerbsNicTest, Rule10AGidIndexOutOfRange) {
   settings_.gidIndex = "7";
   settings_.gidVariable = "HOCCL_IB_GID_INDEX";
   expectNamed(open(), {"HOCCL_IB_GID_INDEX='7'", "mlx5_0", "1 10.0.0.1"});
+}
+
+std::string warned;
+
+TEST_F(VerbsNicTest, Rule10AGidIndexOfADeviceThatIsNotThere) {
+  fabric_.add(0, "mlx5_0", "10.0.0.1");
+  settings_.gidIndex = "mlx5_0:1,mlx5_7:3";
+  settings_.gidVariable = "HOCCL_IB_GID_INDEX";
+  warned.clear();
+  setLogHandler([](LogLevel level, std::string_view text) {
+    if (level == LogLevel::Warn) warned += text;
+  });
+  EXPECT_TRUE(open());
+  setLogHandler(nullptr);
+  for (const char* part : {"HOCCL_IB_GID_INDEX='mlx5_0:1,mlx5_7:3' names mlx5_7", "are: mlx5_0"}) {
+    EXPECT_NE(warned.find(part), std::string::npos) << warned;
+  }
 }
 
 TEST_F(VerbsNicTest, Rule10AMemoryLockLimitIsNamed) {

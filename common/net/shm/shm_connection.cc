@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kRingMessages = 4096;  // power of two
-constexpr std::size_t kMostHandedOver = 512;   // bytes of a message
+constexpr std::size_t kMostHandedOver = 4096;  // bytes of a message
 constexpr std::size_t kMostNotTaken = 4;
 
 constexpr std::size_t roundUp(std::size_t value, std::size_t to) {

@@ -73,6 +73,18 @@ Status gidOverride(std::string_view override, std::string_view device, std::stri
   return {};
 }
 
+std::vector<std::string_view> gidOverrideDevices(std::string_view override) {
+  std::vector<std::string_view> devices;
+  while (!override.empty()) {
+    const std::size_t comma = override.find(',');
+    const std::string_view entry = override.substr(0, comma);
+    const std::size_t colon = entry.rfind(':');
+    if (colon != std::string_view::npos) devices.push_back(entry.substr(0, colon));
+    override.remove_prefix(comma == std::string_view::npos ? override.size() : comma + 1);
+  }
+  return devices;
+}
+
 Status chooseGid(const std::vector<GidEntry>& table, std::string_view device,
                  std::string_view override, std::string_view variable, GidEntry* out) {
   std::int64_t wanted = -1;

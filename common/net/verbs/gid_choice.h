@@ -30,6 +30,9 @@ Status chooseGid(const std::vector<GidEntry>& table, std::string_view device,
 Status gidOverride(std::string_view override, std::string_view device, std::string_view variable,
                    std::int64_t* index);
 
+/// The devices that `override` names.
+std::vector<std::string_view> gidOverrideDevices(std::string_view override);
+
 /// "10.0.0.1" of an IPv4-mapped GID, else as IPv6.
 std::string gidText(const ibv_gid& gid);
 

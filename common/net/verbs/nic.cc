@@ -98,7 +98,7 @@ class NicOpener {
           Code::Unsupported,
           "there is no RDMA device (ibv_devices lists none): is the driver loaded?");
     }
-    std::vector<std::pair<std::string, ibv_device*>> sorted;
+    Devices sorted;
     for (int i = 0; i < devices.count; ++i) {
       sorted.emplace_back(library_.getDeviceName(devices.list[i]), devices.list[i]);
     }
@@ -107,6 +107,7 @@ class NicOpener {
       append(&names_, name);
       if (Status status = lookAt(name, device); !status) return status;
     }
+    warnOfUnknown(sorted);
     if (!matched_ && !settings_.hcaList.empty()) {
       return Status::error(Code::InvalidConfig,
                            fmt::format("{}='{}' fits no port of an RDMA device; there are: {}",
@@ -127,6 +128,19 @@ class NicOpener {
   }
 
  private:
+  using Devices = std::vector<std::pair<std::string, ibv_device*>>;
+  /// GID indexes by device, of ones that are not here: a slip, or the same variable on hosts that
+  /// differ.
+  void warnOfUnknown(const Devices& devices) const {
+    for (const std::string_view named : gidOverrideDevices(settings_.gidIndex)) {
+      if (std::any_of(devices.begin(), devices.end(),
+                      [named](const auto& device) { return device.first == named; })) {
+        continue;
+      }
+      logWarn("{}='{}' names {}, which is no RDMA device here; there are: {}",
+              settings_.gidVariable, settings_.gidIndex, named, names_);
+    }
+  }
   /// An error only for what the user has to change; what is merely not usable goes into problems_.
   Status lookAt(const std::string& name, ibv_device* device) {
     if (!anyPortAllowed(name)) return {};

@@ -19,6 +19,8 @@ struct Rail {
   std::uint32_t peerKey = 0;
   bool adaptive = false;  ///< adaptive routing: the bytes of a piece and its word go apart
   bool emptied = false;   ///< the completion queue has been, since this was last set to false
+  bool broken = false;    ///< it cannot be polled: no queue pair of this rail carries anything more
+  std::string problem;    ///< why
   std::string peerText;   ///< "mlx5_0:1 (GID 10.0.0.2)"
 };
 
@@ -48,7 +50,8 @@ struct Path {
   bool peerReported = false;  ///< the peer's report of this generation has come
   bool reportDue = false;     ///< this side's has not been taken by the socket
   std::uint64_t drainByNs = 0;
-  bool overdue = false;  ///< that has passed
+  bool overdue = false;    ///< that has passed
+  bool unstopped = false;  ///< the device has refused to stop it
   /// The peer has been, or is about to be, told what this generation has brought: what comes of it
   /// later counts no more, since the peer sends that again.
   bool spent = false;

@@ -20,13 +20,11 @@
 namespace hoccl {
 namespace {
 
-/// What a stopped queue pair had is given back within microseconds; a device that is gone never
-/// does.
-constexpr std::uint64_t kDrainNs = 1'000'000'000;
-/// The next try comes after so long, and twice as long each time, up to the last.
-constexpr std::uint64_t kFirstBackoffNs = 250'000'000, kLastBackoffNs = 30'000'000'000;
+constexpr std::uint64_t kNsPerMs = 1'000'000;
 /// A path that has worked so long begins anew.
 constexpr std::uint64_t kSteadyNs = 10'000'000'000;
+/// One that is tried again so seldom has no hurry.
+constexpr std::uint64_t kSeldomNs = 1'000'000'000;
 
 }  // namespace
 
@@ -61,6 +59,13 @@ bool PathSet::settling() const {
          });
 }
 
+bool PathSet::owing() const {
+  return failedOver_ && std::any_of(paths_.begin(), paths_.end(), [](const Path& p) {
+           return p.state == Path::State::Draining ||
+                  (p.state == Path::State::Resting && !p.peerReported);
+         });
+}
+
 void PathSet::stop() {
   for (Path& path : paths_) {
     sendsOut_ -= path.sends;
@@ -79,18 +84,19 @@ void PathSet::takeDown(Path& path, const std::string& why) {
   const std::uint64_t now = monotonicNs();
   const bool steady = path.state == Path::State::Up && now - path.upSinceNs > kSteadyNs;
   const bool tried = path.state != Path::State::Up && path.generation > 1;
-  path.backoffNs = path.backoffNs == 0 || steady ? kFirstBackoffNs
-                                                 : std::min(path.backoffNs * 2, kLastBackoffNs);
+  if (steady) path.backoffNs = 0;
+  path.backoffNs = nextBackoffNs(path);
   path.state = Path::State::Draining;
   path.problem = why;
-  path.drainByNs = now + kDrainNs;
+  path.drainByNs = now + settings_.drainMs * kNsPerMs;
   path.overdue = false;
-  failedOver_ = true;
+  press();
   if (path.pair) {
     if (Status status = path.pair.toError(); !status) {
-      // Without a queue pair nothing lands either.
+      // Without a queue pair nothing lands either. But what it has brought goes with it: first the
+      // completion queue is emptied.
       logWarn("verbs: {}: {}", path.text(), status.message());
-      path.pair = QueuePair();
+      path.unstopped = true;
       path.drainByNs = now;
     }
   }
@@ -110,12 +116,14 @@ void PathSet::takeDown(Path& path, const std::string& why) {
 
 void PathSet::noneLeft(const Path& path, const std::string& why) {
   lastProblem_ = fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why);
-  if (!stood_ || settings_.lastChanceMs == 0) return end(lastProblem_);
+  const bool hopeless =
+      std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->broken; });
+  if (!stood_ || settings_.lastChanceMs == 0 || hopeless) return end(lastProblem_);
   if (lastChance()) return;
   logWarn("verbs: no queue pair to {} is left; new ones are tried for {} ms (HOCCL_TIMEOUT_MS)",
           path.rail->peerText, settings_.lastChanceMs);
   const std::uint64_t now = monotonicNs();
-  lastChanceByNs_ = now + settings_.lastChanceMs * 1'000'000;
+  lastChanceByNs_ = now + settings_.lastChanceMs * kNsPerMs;
   for (Path& each : paths_) each.retryAtNs = std::min(each.retryAtNs, now);
 }
 
@@ -125,7 +133,7 @@ void PathSet::tendPaths() {
     return end(fmt::format("{}; no new one has worked within {} ms (HOCCL_TIMEOUT_MS)",
                            lastProblem_, settings_.lastChanceMs));
   }
-  failedOver_ = lastChance();
+  failedOver_ = pressing_ = lastChance();
   Mender::Order order;
   if (mender_.take(&order)) onMended(std::move(order));
   for (Path& path : paths_) {
@@ -135,11 +143,30 @@ void PathSet::tendPaths() {
         failedOver_ || (path.state != Path::State::Up && path.state != Path::State::Unusable);
   }
   mendNext();
+  for (const Path& path : paths_) pressing_ = pressing_ || presses(path, now);
+}
+
+bool PathSet::presses(const Path& path, std::uint64_t now) const {
+  switch (path.state) {
+    case Path::State::Draining:
+    case Path::State::Mending:
+      return true;
+    case Path::State::Resting:
+      if (!path.peerReported || path.reportDue) return true;
+      if (!connecting_) return path.peerTries;
+      return !path.rail->broken && (path.backoffNs <= kSeldomNs || now >= path.retryAtNs);
+    case Path::State::Offered:
+    case Path::State::Probing:
+    case Path::State::Up:
+    case Path::State::Unusable:
+      return path.reportDue;
+  }
+  return false;
 }
 
 /// All that was posted has come back, or what has not does not.
 bool PathSet::drained(Path& path, std::uint64_t now) {
-  if (path.sends == 0 && path.receives == 0) return true;
+  if ((path.sends == 0 && path.receives == 0) || path.rail->broken) return true;
   if (now < path.drainByNs) return false;
   // This thread may have stood still: what came back in time may lie in the queue.
   if (!std::exchange(path.overdue, true)) path.rail->emptied = false;
@@ -148,14 +175,26 @@ bool PathSet::drained(Path& path, std::uint64_t now) {
 
 /// Nothing more comes over it: the peer may be told what has.
 void PathSet::drainedPath(Path& path) {
+  if (std::exchange(path.unstopped, false)) path.pair = QueuePair();
   sendsOut_ -= path.sends;
   path.sends = path.receives = path.usedReceives = 0;
   path.bytes = 0;
   path.spent = true;
   path.state = Path::State::Resting;
-  path.retryAtNs =
-      monotonicNs() + (lastChance() ? std::min(path.backoffNs, kFirstBackoffNs) : path.backoffNs);
+  path.retryAtNs = retryAtNs(path);
   path.reportDue = true;
+}
+
+std::uint64_t PathSet::nextBackoffNs(const Path& path) const {
+  const std::uint64_t first = settings_.firstBackoffMs * kNsPerMs,
+                      last = settings_.lastBackoffMs * kNsPerMs;
+  return path.backoffNs == 0 ? first : std::min(path.backoffNs * 2, last);
+}
+
+/// With none left there is no time to wait longer than at first.
+std::uint64_t PathSet::retryAtNs(const Path& path) const {
+  const std::uint64_t first = settings_.firstBackoffMs * kNsPerMs;
+  return monotonicNs() + (lastChance() ? std::min(path.backoffNs, first) : path.backoffNs);
 }
 
 void PathSet::sendReport(Path& path) {
@@ -176,6 +215,7 @@ void PathSet::onReport(const verbs_wire::Report& report) {
   takeDown(path, fmt::format("its side says: {}", verbs_wire::getText(report.why)));
   if (gone()) return;
   path.peerReported = true;
+  press();
   user_.failedOver(path, report);
 }
 
@@ -191,7 +231,7 @@ void PathSet::onGivenUp(Path& path, const verbs_wire::Report& report) {
   path.problem = fmt::format("its side says: {}", verbs_wire::getText(report.why));
   path.peerTries = false;
   path.peerReported = path.reportDue = true;
-  failedOver_ = true;
+  press();
 }
 
 // --- And into use again --------------------------------------------------------------------------
@@ -216,7 +256,15 @@ void PathSet::mendNext() {
 /// other when the peer has one.
 void PathSet::mend(Path& path) {
   if (!path.peerReported || path.reportDue) return;
-  if (connecting_ ? monotonicNs() < path.retryAtNs : !path.peerTries) return;
+  if (connecting_ ? path.rail->broken || monotonicNs() < path.retryAtNs : !path.peerTries) return;
+  if (path.rail->broken) {
+    // The peer is to give its try up, and hears why.
+    path.generation = path.again.generation;
+    path.problem = path.rail->problem;
+    path.peerTries = path.peerReported = false;
+    path.reportDue = true;
+    return;
+  }
   Mender::Order order;
   order.kind = connecting_ ? Mender::Order::Kind::Make : Mender::Order::Kind::MakeAndConnect;
   order.path = &path;
@@ -243,8 +291,8 @@ void PathSet::onMended(Mender::Order order) {
   if (order.kind == Mender::Order::Kind::Make && !order.status) {
     // The peer knows nothing of it.
     path.state = Path::State::Resting;
-    path.backoffNs = std::min(path.backoffNs * 2, kLastBackoffNs);
-    path.retryAtNs = monotonicNs() + path.backoffNs;
+    path.backoffNs = nextBackoffNs(path);
+    path.retryAtNs = retryAtNs(path);
     return;
   }
   if (order.kind != Mender::Order::Kind::Connect) {
@@ -257,6 +305,7 @@ void PathSet::onMended(Mender::Order order) {
     return takeDown(path, "its side has given it up");
   }
   if (!order.status) return takeDown(path, order.status.message());
+  if (path.rail->broken) return takeDown(path, path.rail->problem);
   if (order.kind == Mender::Order::Kind::Connect) {
     const verbs_wire::PathEnd end{path.index, path.generation, 0, 0};
     path.state = Path::State::Probing;
@@ -278,7 +327,7 @@ void PathSet::onAgain(const verbs_wire::PathEnd& end) {
   if (end.generation != path.generation + 1) return nonsense("a try out of turn");
   path.again = end;
   path.peerTries = true;
-  failedOver_ = true;
+  press();
 }
 
 /// Connecting side: the peer has one, too, that is connected.
@@ -289,7 +338,7 @@ void PathSet::onAnswer(const verbs_wire::PathEnd& end) {
   path.peer.number = end.number;
   path.peer.sequence = end.sequence;
   path.answered = true;  // until the mender is free
-  failedOver_ = true;
+  press();
 }
 
 void PathSet::connectMended(Path& path) {

@@ -34,8 +34,9 @@ std::size_t PathSet::upAt(const Rail& rail) const {
 void PathSet::poll() {
   std::array<ibv_wc, kCompletionsAtOnce> completions;
   for (auto& rail : rails_) {
-    for (int round = 0; round < kCompletionRounds; ++round) {
+    for (int round = 0; round < kCompletionRounds && !rail->broken; ++round) {
       const int count = rail->completions.poll(completions.data(), kCompletionsAtOnce);
+      if (count < 0) breakRail(*rail, count);
       for (int i = 0; i < count; ++i) onCompletion(completions[static_cast<std::size_t>(i)]);
       if (count < kCompletionsAtOnce) {
         rail->emptied = true;
@@ -55,6 +56,17 @@ void PathSet::poll() {
     } else {
       takeDown(path, Status::fromErrno("no receives can be posted", error).message());
     }
+  }
+}
+
+/// Nothing is heard of its queue pairs any more, nor would be of new ones.
+void PathSet::breakRail(Rail& rail, int error) {
+  rail.broken = true;
+  rail.problem = fmt::format(
+      "the completion queue of {} is broken (ibv_poll_cq: {}): this connection uses it no more",
+      rail.nic->text(), error);
+  for (Path& path : paths_) {
+    if (path.rail == &rail && path.alive()) takeDown(path, rail.problem);
   }
 }
 
@@ -183,9 +195,13 @@ bool PathSet::post(Path& path, WorkId id, std::uint32_t immediate, const PathWri
       first = &body;
     }
   }
-  if (const int error = path.pair.postSend(first); error != 0) {
+  bool someTaken = false;
+  if (const int error = path.pair.postSend(first, &someTaken); error != 0) {
     takeDown(path, Status::fromErrno("a write cannot be posted", error).message());
-    return false;
+    // The bytes without their word may be on their way: gone again over another path at once, those
+    // could land in a receive that is over. The peer's report sends them again, as with any
+    // failure.
+    return someTaken;
   }
   const std::uint32_t requests = first == &body ? 2 : 1;
   path.sends += requests;

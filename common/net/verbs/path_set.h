@@ -83,7 +83,7 @@ class PathSet {
   void poll();
   /// The path with the least to send, of those with room; null: none now.
   [[nodiscard]] Path* pathFor();
-  /// False: no room, or the path has failed right now.
+  /// False: no room, or the path has failed right now; nothing has gone.
   bool post(Path& path, WorkId id, std::uint32_t immediate, const PathWrite& write);
   /// Of the set's own memory.
   bool postOwn(Path& path, WorkId id, std::uint32_t immediate, const void* data,
@@ -93,7 +93,7 @@ class PathSet {
   // --- Failures (path_failover.cc).
   /// What is to be done about paths that have failed; cheap while none has.
   void tend() {
-    if (failedOver_) tendPaths();
+    if (failedOver_ && (pressing_ || ++untended_ % kTendsApart == 0)) tendPaths();
   }
   /// The connection ends for that reason, which the peer is told.
   void end(const std::string& why);
@@ -109,6 +109,11 @@ class PathSet {
   [[nodiscard]] bool settling() const;
   /// Some path is not in use and may be again.
   [[nodiscard]] bool failing() const { return failedOver_; }
+  /// Something is to be done about one, or to be heard of it, soon. Not while all there is to do is
+  /// to try a NIC again that has stayed away for a while: that is to cost those in use nothing.
+  [[nodiscard]] bool pressing() const { return failedOver_ && pressing_; }
+  /// What has been posted on some path may have to go again: the peer has not said yet.
+  [[nodiscard]] bool owing() const;
   /// None is, and new ones are being tried before that is the end.
   [[nodiscard]] bool lastChance() const { return lastChanceByNs_ != 0; }
   [[nodiscard]] std::uint64_t sendsOut() const { return sendsOut_; }
@@ -125,15 +130,20 @@ class PathSet {
   [[nodiscard]] const QueuePairShape& shape() const { return shape_; }
 
  private:
+  /// While nothing presses, every so many calls see whether a retry is due.
+  static constexpr std::uint32_t kTendsApart = 64;
   void onOffer(const verbs_wire::Offer& offer);
   void onGo();
   void onCompletion(const ibv_wc& completion);
+  void breakRail(Rail& rail, int error);
   void probe(Path& path);
   void takeDown(Path& path, const std::string& why);
   void noneLeft(const Path& path, const std::string& why);
   void tendPaths();
   static bool drained(Path& path, std::uint64_t now);
   void drainedPath(Path& path);
+  [[nodiscard]] std::uint64_t nextBackoffNs(const Path& path) const;
+  [[nodiscard]] std::uint64_t retryAtNs(const Path& path) const;
   void sendReport(Path& path);
   void onReport(const verbs_wire::Report& report);
   void onGivenUp(Path& path, const verbs_wire::Report& report);
@@ -145,6 +155,8 @@ class PathSet {
   void onAnswer(const verbs_wire::PathEnd& end);
   void onAgainGo(const verbs_wire::PathEnd& end);
   [[nodiscard]] bool anyAlive() const;
+  [[nodiscard]] bool presses(const Path& path, std::uint64_t now) const;
+  void press() { failedOver_ = pressing_ = true; }
 
   PathUser& user_;
   VerbsSettings settings_;
@@ -156,6 +168,8 @@ class PathSet {
   std::vector<Path> paths_;  ///< paths_[rail * pairs + pair]
   std::size_t nextPath_ = 0, nextMend_ = 0;
   bool failedOver_ = false;     ///< some path is neither up nor unusable: tendPaths has work
+  bool pressing_ = false;       ///< and that soon
+  std::uint32_t untended_ = 0;  ///< calls since it had
   std::uint64_t sendsOut_ = 0;  ///< over all paths
   bool offered_ = false, settled_ = false;
   bool stood_ = false;  ///< some path has been up

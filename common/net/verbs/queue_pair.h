@@ -108,10 +108,13 @@ class QueuePair {
   [[nodiscard]] std::uint32_t number() const { return qp_ ? qp_->qp_num : 0; }
   [[nodiscard]] std::uint32_t sequence() const { return sequence_; }
   [[nodiscard]] std::uint32_t inlineBytes() const { return inlineBytes_; }
-  /// 0 or an errno value.
-  [[nodiscard]] int postSend(ibv_send_wr* requests) const {
+  /// 0 or an errno value, and then whether the device has taken some of the requests: the first
+  /// ones may be on their way.
+  [[nodiscard]] int postSend(ibv_send_wr* requests, bool* someTaken) const {
     ibv_send_wr* bad = nullptr;
-    return qp_->context->ops.post_send(qp_, requests, &bad);
+    const int error = qp_->context->ops.post_send(qp_, requests, &bad);
+    *someTaken = error != 0 && bad != requests;
+    return error;
   }
   [[nodiscard]] int postReceive(ibv_recv_wr* requests) const {
     ibv_recv_wr* bad = nullptr;

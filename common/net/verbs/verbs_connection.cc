@@ -30,6 +30,8 @@ VerbsConnection::~VerbsConnection() {
   const std::uint64_t untilNs = monotonicNs() + kLastWordsNs;
   while (bundle_ && pathsUp() > 0 && !peerGone() && bundle_->endingSinceNs() == 0 && !drained() &&
          monotonicNs() < untilNs) {
+    // No other thread looks at the sockets any more.
+    controlReady_.store(true, std::memory_order_relaxed);
     progress();
     ::usleep(kLastWordsNapUs);
   }
@@ -109,8 +111,8 @@ bool VerbsConnection::busy() const {
 
 bool VerbsConnection::drained() const {
   if (peerGone()) return true;
-  return set_.sendsOut() == 0 && queue_.empty() && !sending_.toPost() && creditsDue_ == 0 &&
-         bundle_->drained();
+  return set_.sendsOut() == 0 && !set_.owing() && queue_.empty() && !sending_.toPost() &&
+         creditsDue_ == 0 && bundle_->drained();
 }
 
 // --- What comes ----------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ struct VerbsSettings {
   std::uint8_t retryCount = 7;
   /// HOCCL_TIMEOUT_MS: with no working queue pair left, new ones are tried for so long.
   std::uint64_t lastChanceMs = 5000;
+  /// What a stopped queue pair had is given back within microseconds; a device that is gone never
+  /// does. Behind this time it counts no more. No variable: tests shorten these three.
+  std::uint64_t drainMs = 1000;
+  /// A failed queue pair is followed by a new one after so long, and after twice as long with each
+  /// try that fails, up to the last.
+  std::uint64_t firstBackoffMs = 250, lastBackoffMs = 30'000;
   /// Auto: on InfiniBand, off on RoCE, as NCCL has it.
   Choice adaptiveRouting = Choice::Auto;
   std::uint64_t adaptiveThreshold = 8192;  ///< bytes; smaller writes are one packet or two

@@ -88,6 +88,10 @@ class Gate {
   CUdeviceptr device_ = 0;
 };
 
+/// How the n-th piece of memory of cuMemCreate can be shared: by descriptor, or by fabric handle where
+/// E2E_FABRIC says "all" or (of the odd ones) "odd".
+CUmemAllocationHandleType shareableAs(std::size_t n);
+
 /// Device memory of the kind that the environment's E2E_MEMORY names: "device" (cuMemAlloc; also if it
 /// is not set), "managed", "pool", "mapped" (one address range of many physical pieces) or "unexportable"
 /// (the same of pieces that no other process can map).

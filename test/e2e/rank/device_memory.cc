@@ -23,6 +23,12 @@ const std::string& kind() {
 
 }  // namespace
 
+CUmemAllocationHandleType shareableAs(std::size_t n) {
+  const char* fabric = std::getenv("E2E_FABRIC");
+  const bool is = fabric && (std::string(fabric) == "all" || n % 2 == 1);
+  return is ? CU_MEM_HANDLE_TYPE_FABRIC : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+}
+
 DeviceMemory::DeviceMemory(std::size_t bytes) {
   if (kind() == "managed") {
     REQUIRE_CU(cuda().memAllocManaged(&address_, bytes, CU_MEM_ATTACH_GLOBAL));
@@ -36,10 +42,8 @@ DeviceMemory::DeviceMemory(std::size_t bytes) {
     CUmemAllocationProp properties{};
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
-    if (kind() == "mapped") {
-      properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    }
     for (std::size_t at = 0; at < mapped_; at += kPiece) {
+      if (kind() == "mapped") properties.requestedHandleTypes = shareableAs(at / kPiece);
       REQUIRE_CU(cuda().memCreate(&pieces_.emplace_back(), kPiece, &properties, 0));
       REQUIRE_CU(cuda().memMap(address_ + at, kPiece, 0, pieces_.back(), 0));
     }

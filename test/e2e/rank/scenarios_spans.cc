@@ -58,7 +58,7 @@ class Range {
     properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
     if (exportable) {
-      properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+      properties.requestedHandleTypes = shareableAs(i);
     }
     CUmemGenericAllocationHandle handle = 0;
     REQUIRE_CU(cuda().memCreate(&handle, kSegment, &properties, 0));
