@@ -230,9 +230,9 @@ TEST_F(PeerSpansTest, OfALongSpanAPeerThatDoesNotLookHasAPart) {
 TEST_F(PeerSpansTest, MessagesAreTakenInOneByOne) {
   Side a, b;
   connect(&a, idOf(0), &b, idOf(1));
-  const BufferRef span = a.add(1, 60 * kSpanPieces);
+  const BufferRef span = a.add(1, 24 * kSpanPieces);
   ASSERT_TRUE(a.share(0, span));
-  const int most = 20 * static_cast<int>(kSpanPieces);
+  const int most = 10 * static_cast<int>(kSpanPieces);
   const UniqueFd first(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   rlimit all{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &all), 0);
