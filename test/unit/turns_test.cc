@@ -63,6 +63,17 @@ TEST(Turns, WhatHasNoneGoesAtOnce) {
   EXPECT_FALSE(turns.mayGo(1, true, kNow, kPatience));
 }
 
+/// Others' copies may keep the lanes busy for as long as a job runs.
+TEST(Turns, LanesThatAreAlwaysBusyDoNotHoldOneUpForEver) {
+  Turns turns;
+  turns.begin(3);
+  EXPECT_FALSE(turns.mayGo(2, true, kNow, kPatience));
+  EXPECT_FALSE(turns.mayGo(2, true, kNow + 20 * kPatience, kPatience));
+  EXPECT_TRUE(turns.mayGo(2, true, kNow + Turns::kBusyPatience * kPatience, kPatience));
+  turns.leave(2);
+  EXPECT_FALSE(turns.mayGo(1, true, kNow + 100 * kPatience, kPatience)) << "waits in its turn";
+}
+
 constexpr std::uint64_t kMiB = 1 << 20, kGiB = 1 << 30, kMs = 1'000'000;
 
 TEST(CopyPace, FollowsTheFastestOnesAtOnceAndSlowerOnesByAndBy) {
