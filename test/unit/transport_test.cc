@@ -47,6 +47,7 @@ struct TransportKind {
   Status (*listen)(const std::string& address, UniqueFd* out);
   /// Why it cannot be tried on this machine; null or empty: it can.
   std::string (*missing)() = nullptr;
+  friend void PrintTo(const TransportKind& kind, std::ostream* out) { *out << kind.name; }
 };
 
 const TransportKind kShm{
