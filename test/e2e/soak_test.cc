@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -32,7 +33,8 @@ std::uint64_t fromEnvironment(const char* variable, std::uint64_t otherwise) {
 struct Variant {
   const char* name;
   int nodes;
-  bool direct;  ///< some of it goes directly from GPU to GPU
+  /// Some of it goes directly from GPU to GPU; nothing: by luck, when a span lasts long enough.
+  std::optional<bool> direct;
   std::vector<std::pair<const char*, const char*>> environment;
 };
 
@@ -64,7 +66,7 @@ const Variant kVariants[] = {
     {"OneNodeWithoutP2P", 1, false, {{"EMUCUDA_P2P", "0"}}},
     {"Segments",
      2,
-     false,
+     std::nullopt,
      {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_DELAY_US", "30"}, {"HOCCL_IMPORT_CACHE", "8"}}},
     {"FourNodesTcp",
      4,
@@ -80,7 +82,7 @@ const Variant kVariants[] = {
      {{"HOCCL_IMPORT_IDLE_MS", "1"}, {"HOCCL_SPIN_US", "0"}, {"HOCCL_FLAG_POOL", "16"}}},
     {"SegmentsIdleOften",
      2,
-     false,
+     std::nullopt,
      {{"E2E_MEMORY", "mapped"}, {"HOCCL_IMPORT_IDLE_MS", "1"}, {"HOCCL_IMPORT_CACHE", "1"}}},
     {"AppCopies", 2, false, {{"HOCCL_APP_COPIES", "always"}, {"HOCCL_APP_COPY_BYTES", "1MiB"}}},
 };
@@ -166,7 +168,9 @@ TEST_P(Soak, EveryByteOfRandomOperations) {
   std::printf("seed %lu: %lu of %lu calls steered, %lu of them direct\n", seed, staged, calls,
               direct);
   EXPECT_GT(2 * staged, calls);
-  EXPECT_EQ(direct > 0, variant.direct);
+  if (variant.direct) {
+    EXPECT_EQ(direct > 0, *variant.direct);
+  }
   for (const std::string& name : sharedMemory()) {
     EXPECT_TRUE(before.count(name)) << "left in /dev/shm: " << name;
   }
