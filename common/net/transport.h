@@ -100,6 +100,7 @@ struct StagingGeometry {
 
 /// A message with descriptors, between processes of one host.
 struct HandedOver {
+  static constexpr std::size_t kMostBytes = 4096;
   std::vector<std::byte> data;
   std::vector<UniqueFd> fds;
 };

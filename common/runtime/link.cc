@@ -33,7 +33,7 @@ struct ChunkRules {
   static void countCopied(Chunk& c) {
     --c.link->outLanesOf(c).inFlight;
     --c.link->outCopying_;
-    if (c.direct) c.link->owner_->directCopyTook(c.length, monotonicNs() - c.submittedNs);
+    if (c.timed()) c.link->owner_->directCopyTook(c.length, monotonicNs() - c.submittedNs);
     if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
   }
   static void awaitWrite(Chunk& c) {
@@ -344,7 +344,7 @@ bool Link::claimOut() {
   op.issued += chunk.length;
   ++op.copiesInFlight;
   if (chunk.direct) {
-    chunk.submittedNs = monotonicNs();
+    if (chunk.timed()) chunk.submittedNs = monotonicNs();
     owner_->movesDirectly(op);
   }
   const LaneJob job = jobOf(chunk, op);

@@ -39,13 +39,15 @@ struct Chunk {
   Op* op = nullptr;
   Link* link = nullptr;
   bool direct = false;            ///< the bytes do not come through the slot
-  std::uint64_t submittedNs = 0;  ///< out, direct
+  std::uint64_t submittedNs = 0;  ///< out, timed
   bool eager = false;             ///< out: sent before the receiver was ready
   bool detour = false;            ///< the bytes are in the link's Detour instead of the slot
   /// In: no receive is ready for it yet, so the slot keeps the bytes. With neither `op` nor `early`
   /// nobody wants them any more.
   bool early = false;
   Message announcement{};  ///< in
+  /// Out: how long it takes matters for turns.
+  [[nodiscard]] bool timed() const { return direct && length >= Turns::kLeastBytes; }
 };
 
 /// What the mover knows of a chunk's receive.
@@ -73,7 +75,7 @@ class LinkOwner {
   virtual void movesDirectly(const Op& op) = 0;
   /// Whether it is that send's turn to go directly (turns.h).
   virtual bool mayGo(const Op& op) = 0;
-  /// A direct copy of this mover has ended.
+  /// A direct copy of this mover that has a turn by its size has ended.
   virtual void directCopyTook(std::uint64_t bytes, std::uint64_t ns) = 0;
   /// The receive a Chunk or Direct message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;

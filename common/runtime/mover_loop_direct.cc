@@ -18,8 +18,6 @@ namespace {
 /// many times HOCCL_SPIN_US.
 constexpr std::uint64_t kSlowestBytesPerNs = 100;
 constexpr std::uint64_t kDirectSpinFactor = 64;
-/// From here on a launch's direct copies go out in turn.
-constexpr std::uint64_t kTurnBytes = 1 << 20;
 
 void describeTo(Link& link, const BufferRef& buffer) {
   Message parts[HandlePart::kParts];
@@ -235,12 +233,11 @@ void MoverLoop::releaseHolds(Link& link) {
   for (std::uint64_t ticket = 0; link.told().nextVoid(&ticket);) imports_.unhold(ticket);
 }
 
-/// Before anything of the launch moves. Small copies have no turns: their time is that of handing
-/// them over, during which the wire is free.
+/// Before anything of the launch moves.
 void MoverLoop::giveTurns(Launch& launch) {
   scratch_.clear();
   for (Op* op : launch.ops) {
-    if (op && op->send() && inReach(*op) && op->descriptor.bytes >= kTurnBytes)
+    if (op && op->send() && inReach(*op) && op->descriptor.bytes >= Turns::kLeastBytes)
       scratch_.push_back(op);
   }
   if (scratch_.size() < 2) return;
@@ -267,9 +264,7 @@ bool MoverLoop::mayGo(const Op& op) {
       op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), pace_.of(op.descriptor.bytes));
 }
 
-void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) {
-  if (bytes >= kTurnBytes) pace_.took(bytes, ns);
-}
+void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) { pace_.took(bytes, ns); }
 
 void MoverLoop::movesDirectly(const Op& op) {
   leaveTurn(op);

@@ -18,7 +18,7 @@ namespace {
 /// the other peers so often.
 constexpr std::uint64_t kPartOfTimeout = 4;
 constexpr std::uint64_t kLookMs = 2;
-static_assert(sizeof(AddSpan) <= 4096, "a connection of this host carries no more");
+static_assert(sizeof(AddSpan) <= HandedOver::kMostBytes);
 
 AddSpan headerOf(const BufferRef& span) {
   AddSpan message{};

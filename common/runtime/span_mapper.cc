@@ -18,6 +18,8 @@ bool fits(const AddSpan& message) {
   return true;
 }
 
+static_assert(sizeof(SegmentHandle::Fabric) == kFabricHandleBytes);
+
 bool byFabric(const AddSpan& message, std::size_t piece) {
   return (message.fabric >> piece & 1) != 0;
 }

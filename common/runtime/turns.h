@@ -14,6 +14,9 @@ namespace hoccl {
 class Turns {
  public:
   static constexpr std::uint32_t kNone = ~0u;
+  /// Copies from here on have turns. The time of smaller ones is that of handing them over, during
+  /// which the wire is free.
+  static constexpr std::uint64_t kLeastBytes = 1 << 20;
   /// For so many copies' time at most the lanes are left to others' copies, which may never end.
   static constexpr std::uint64_t kBusyPatience = 64;
 

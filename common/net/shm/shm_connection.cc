@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kRingMessages = 4096;  // power of two
-constexpr std::size_t kMostHandedOver = 4096;  // bytes of a message
 constexpr std::size_t kMostNotTaken = 4;
 
 constexpr std::size_t roundUp(std::size_t value, std::size_t to) {
@@ -96,7 +95,7 @@ void ShmConnection::watch() {
   // After the set-up only nudges come over the socket, what is handed over, and the peer's end.
   // What is not taken yet holds descriptors, of which a socket holds more than a process may have.
   while (handedOver_.size() < kMostNotTaken) {
-    std::byte buffer[kMostHandedOver];
+    std::byte buffer[HandedOver::kMostBytes];
     std::size_t bytes = 0;
     std::vector<UniqueFd> fds;
     ReceiveState state = ReceiveState::WouldBlock;
