@@ -133,7 +133,9 @@ CommSetup::~CommSetup() {
   // stopped.
   if (Status status = mover_->endCommunicator(moverIndex_, OpKind::Abort); !status) {
     logError("rank {} of {}: {}", comm_->rank, comm_->ranks, status.message());
+    return;
   }
+  mover_->freeCommunicator(moverIndex_);
 }
 
 void CommSetup::plain(const std::string& reason, LogLevel level) {

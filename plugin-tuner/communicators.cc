@@ -127,7 +127,7 @@ Status endOperations(SteeredComm& comm, const std::string& why) {
   comm.fail(Status::error(Code::Aborted, why));
   if (!comm.mover || comm.ended.exchange(true)) return {};
   const Status status = comm.mover->endCommunicator(comm.moverIndex, OpKind::Abort);
-  comm.countDirect();
+  if (status) comm.leaveMover();
   return status;
 }
 
@@ -140,7 +140,7 @@ Status release(ncclComm_t handle, OpKind kind) {
   // First of all: a thread that waits for room in a call of this communicator gives up.
   const bool over = kind == OpKind::Abort ? comm->ended.exchange(true) : comm->ended.load();
   if (comm->mover && !over) status = comm->mover->endCommunicator(comm->moverIndex, kind);
-  comm->countDirect();
+  if (status) comm->leaveMover();
   comms.remove(handle);
   std::lock_guard lock(comm->setupMutex);
   comm->setup.reset();

@@ -1,6 +1,7 @@
 #include "plugin-tuner/steered_comm.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plugin-tuner/comm_setup.h"
 
@@ -32,13 +33,19 @@ SteeredComm::SteeredComm() = default;
 SteeredComm::~SteeredComm() = default;
 
 void SteeredComm::countDirect() {
-  if (!mover) return;
+  std::lock_guard lock(countMutex);
+  if (!mover || leftMover) return;
   const CommunicatorRecord& record = mover->segment().communicator(moverIndex);
-  if (record.generation.load() != moverGeneration) return;
   PathCounters& counter = counters[static_cast<int>(Path::Direct)];
   counter.ops.store(record.directCalls.load(std::memory_order_relaxed), std::memory_order_relaxed);
   counter.bytes.store(record.directBytes.load(std::memory_order_relaxed),
                       std::memory_order_relaxed);
+}
+
+void SteeredComm::leaveMover() {
+  countDirect();
+  std::lock_guard lock(countMutex);
+  if (mover && !std::exchange(leftMover, true)) mover->freeCommunicator(moverIndex);
 }
 
 SteeredComm::Moved SteeredComm::moved(Path path) const {

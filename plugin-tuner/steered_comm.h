@@ -107,6 +107,8 @@ struct SteeredComm {
   void noteLastError(std::string text);
 
   PathCounters counters[static_cast<int>(Path::kCount)];
+  std::mutex countMutex;
+  bool leftMover = false;  ///< `moverIndex` may be another's; guarded by countMutex
 
   [[nodiscard]] bool steering() const { return mover != nullptr; }
   void count(Path path, std::uint64_t bytes) {
@@ -123,8 +125,11 @@ struct SteeredComm {
   };
   /// What has gone that way.
   [[nodiscard]] Moved moved(Path path) const;
-  /// Fetches what the mover counts; as long as `moverIndex` is this communicator's.
+  /// Fetches what the mover counts. Any thread.
   void countDirect();
+  /// When the mover has ended the communicator: fetches it for the last time and leaves the index to
+  /// others.
+  void leaveMover();
   /// Why the communicator cannot be used any more; ok while it can.
   [[nodiscard]] Status health();
   void fail(const Status& status);

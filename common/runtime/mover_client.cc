@@ -231,7 +231,7 @@ Status MoverClient::addCommunicator(std::uint64_t id, std::int32_t rank,
   std::uint32_t free = kMaxCommunicators;
   for (std::uint32_t i = 0; i < kMaxCommunicators && free == kMaxCommunicators; ++i) {
     const auto state = static_cast<CommunicatorState>(segment_.communicator(i).state.load());
-    if (state != CommunicatorState::Open) free = i;
+    if (state == CommunicatorState::Free) free = i;
   }
   if (free == kMaxCommunicators) {
     return Status::error(Code::Unsupported,
@@ -286,6 +286,11 @@ Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
     ::usleep(50);
   }
   return {};
+}
+
+void MoverClient::freeCommunicator(std::uint32_t index) {
+  segment_.communicator(index).state.store(static_cast<std::uint32_t>(CommunicatorState::Free),
+                                           std::memory_order_release);
 }
 
 /// A mover that does not answer (stopped, or stuck in the driver) may still have copies under way.

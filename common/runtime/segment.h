@@ -106,6 +106,8 @@ struct alignas(kCacheLine) OpRingEntry {
   OpDescriptor op;
 };
 
+/// Closed by the mover, which writes nothing there any more; free when the application has read what
+/// was counted.
 enum class CommunicatorState : std::uint32_t { Free = 0, Open = 1, Closed = 2 };
 
 /// What the mover reports of one communicator. The application reads, the mover writes.
