@@ -34,12 +34,10 @@ class StreamLane final : public Lane {
   void useScratch(CUdeviceptr scratch) override { scratch_ = scratch; }
 
   Status submit(const LaneJob& job) override {
-    if (direction_ == LaneDirection::ToPeer) {
-      HOCCL_RETURN_IF_ERROR(
-          HOCCL_CU(driver_, cuMemcpyDtoDAsync(job.peer, job.device, job.bytes, stream_)));
-    } else if (direction_ == LaneDirection::FromPeer) {
-      HOCCL_RETURN_IF_ERROR(
-          HOCCL_CU(driver_, cuMemcpyDtoDAsync(job.device, job.peer, job.bytes, stream_)));
+    if (direction_ == LaneDirection::Peer) {
+      const CUdeviceptr to = job.fromPeer ? job.device : job.peer;
+      const CUdeviceptr from = job.fromPeer ? job.peer : job.device;
+      HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemcpyDtoDAsync(to, from, job.bytes, stream_)));
     } else if (job.staging) {
       const bool out = direction_ == LaneDirection::ToHost;
       HOCCL_RETURN_IF_ERROR(HOCCL_CU(

@@ -20,13 +20,14 @@ struct LaneJob {
   /// the device, by both of its copy engines and no CPU.
   std::byte* staging = nullptr;
   std::byte* host = nullptr;  ///< host side of the copy, in registered memory
-  CUdeviceptr peer = 0;       ///< To and FromPeer, in place of `host`: memory of another device
+  CUdeviceptr peer = 0;       ///< in place of `host`: memory of another device
+  bool fromPeer = false;      ///< from there
   std::uint64_t bytes = 0;
   std::array<FlagWrite, 2> writes;  ///< those whose address is set
 };
 
-/// ToPeer, FromPeer: from this device into another one's memory, and from there into this one.
-enum class LaneDirection { ToHost, ToDevice, ToPeer, FromPeer };
+/// Peer: between this device's memory and another one's, either way (`fromPeer`).
+enum class LaneDirection { ToHost, ToDevice, Peer };
 
 /// A copy engine's queue for one direction: copies and the flag writes behind them, in order. It
 /// never blocks as long as the owner keeps few jobs in flight.

@@ -48,6 +48,22 @@ struct ChunkRules {
     return (c.link->peerAbandoned_ || c.place.credit->reached(c.turn)) &&
            c.link->mirrors_[c.slot].state == ChunkState::Idle;
   }
+  static bool givenBack(const Chunk& c) {
+    return c.link->peerAbandoned_ || c.place.credit->reached(c.turn);
+  }
+  static void takeReturned(Chunk& c) {
+    // Before the buffer is the application's again: the peer takes no bytes for the send's that
+    // could be newer.
+    if (c.op) c.place.ready->set(c.turn);
+    endLoan(c, true);
+  }
+  static void endLoan(Chunk& c, bool read) {
+    --c.link->lent_;
+    if (read && c.timed()) c.link->owner_->directCopyTook(c.length, monotonicNs() - c.submittedNs);
+    Op* op = std::exchange(c.op, nullptr);
+    freeOut(c);
+    if (op) c.link->owner_->returned(*op, read);
+  }
   static void freeOut(Chunk& c) {
     c.link->freeOut_.push_back(c.slot);
     --c.link->outBusy_;
@@ -55,7 +71,9 @@ struct ChunkRules {
   }
 
   // In-slots, and mirror slots.
-  static bool landed(const Chunk& c) { return c.op && c.direct && c.place.ready->reached(c.turn); }
+  static bool landed(const Chunk& c) {
+    return c.op && c.way == Way::Pushed && c.place.ready->reached(c.turn);
+  }
   static void takeLanded(Chunk& c) {
     c.place.credit->set(c.turn);
     --c.link->inBusy_;
@@ -63,21 +81,48 @@ struct ChunkRules {
     Op* op = std::exchange(c.op, nullptr);
     c.link->owner_->copyEnded(*op, c.length);
   }
+  static bool refused(const Chunk& c) {
+    return c.way == Way::Pulled &&
+           (!c.op || !c.op->target || c.op->target->state == PeerImport::State::Failed);
+  }
+  static void refuse(Chunk& c) {
+    Message answer = c.announcement;
+    answer.type = MessageType::Refused;
+    answer.offset = c.op ? 1 : 0;
+    c.link->send(answer);
+    --c.link->inBusy_;
+    Op* op = std::exchange(c.op, nullptr);
+    if (!op) return;
+    op->announced -= c.length;
+    c.link->owner_->refused(*op);
+  }
   static bool mayCopyIn(const Chunk& c) {
-    return c.op && !c.direct && c.place.ready->reached(c.turn) && c.link->inLanesOf(c).room();
+    if (!c.op || !c.link->inLanesOf(c).room()) return false;
+    if (c.way == Way::Pulled) {
+      return c.op->target && c.op->target->state == PeerImport::State::Ready;
+    }
+    return c.way == Way::ThroughSlot && c.place.ready->reached(c.turn);
   }
   static void copyIn(Chunk& c) {
     Link& link = *c.link;
     LaneJob job;
     userSide(*c.op, c.offset, &job);
-    if (c.detour) {
-      job.peer = link.detourOf(c);
-    } else {
-      job.host = c.place.data;
-    }
     job.bytes = c.length;
-    // `finish` first: once the slot's flag shows, nothing of this operation is still to be written.
-    if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
+    if (c.way == Way::Pulled) {
+      job.peer = c.op->target->address + c.announcement.offset;
+      job.fromPeer = true;
+      link.owner_->movesDirectly(*c.op);
+    } else {
+      if (c.detour) {
+        job.peer = link.detourOf(c);
+        job.fromPeer = true;
+      } else {
+        job.host = c.place.data;
+      }
+      // `finish` first: once the slot's flag shows, nothing of this operation is still to be
+      // written. Not of one that is pulled: see copiedIn.
+      if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
+    }
     job.writes[1] = {link.registration_.deviceAddress(*c.place.credit), c.turn};
     c.op->issued += c.length;
     ++c.op->copiesInFlight;
@@ -89,18 +134,28 @@ struct ChunkRules {
     }
   }
   static bool unwanted(const Chunk& c) {
-    return !c.op && !c.early && (c.place.ready->reached(c.turn) || c.link->peerAbandoned_);
+    return !c.op && !c.early && c.way != Way::Pulled &&
+           (c.place.ready->reached(c.turn) || c.link->peerAbandoned_);
   }
   static void giveBack(Chunk& c) {
     c.place.credit->set(c.turn);
     --c.link->inBusy_;
   }
-  static bool copiedIn(const Chunk& c) { return c.place.credit->reached(c.turn); }
+  /// What is pulled has to be the send's, and no newer bytes: if the sender's mover dies, its
+  /// application goes on, and may write into the buffer while it is being copied from.
+  static bool held(const Chunk& c) {
+    return c.way != Way::Pulled || c.place.ready->reached(c.turn);
+  }
+  static bool copiedIn(const Chunk& c) {
+    return c.place.credit->reached(c.turn) &&
+           (held(c) || !c.op || c.op->failed || c.link->peerAbandoned_);
+  }
   static void countCopiedIn(Chunk& c) {
     --c.link->inLanesOf(c).inFlight;
     --c.link->inCopying_;
     --c.link->inBusy_;
-    if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
+    Op* op = std::exchange(c.op, nullptr);
+    if (op) c.link->owner_->copyEnded(*op, held(c) ? c.length : 0);
   }
 };
 
@@ -114,10 +169,12 @@ constexpr Rule kOutRules[] = {
     {ChunkState::Copying, ChunkState::Sending, ChunkRules::copiedUnshared, ChunkRules::awaitWrite},
     {ChunkState::Sending, ChunkState::HandedOver, ChunkRules::writeTaken, ChunkRules::countWritten},
     {ChunkState::HandedOver, ChunkState::Idle, ChunkRules::emptied, ChunkRules::freeOut},
+    {ChunkState::Lent, ChunkState::Idle, ChunkRules::givenBack, ChunkRules::takeReturned},
 };
 
 constexpr Rule kInRules[] = {
     {ChunkState::Announced, ChunkState::Idle, ChunkRules::landed, ChunkRules::takeLanded},
+    {ChunkState::Announced, ChunkState::Idle, ChunkRules::refused, ChunkRules::refuse},
     {ChunkState::Announced, ChunkState::Copying, ChunkRules::mayCopyIn, ChunkRules::copyIn},
     {ChunkState::Announced, ChunkState::Idle, ChunkRules::unwanted, ChunkRules::giveBack},
     {ChunkState::Copying, ChunkState::Idle, ChunkRules::copiedIn, ChunkRules::countCopiedIn},
@@ -152,6 +209,7 @@ void Link::establish(std::unique_ptr<Connection> connection, HostRegistration re
 void Link::startSend(Op* op) {
   op->chunkBytes = chunkBytesFor(op->descriptor.bytes, connection_->staging().slotBytes);
   sends_.push_back(op);
+  if (op->route == Op::Route::Lent) ++toLend_;
 }
 
 void Link::startReceive(Op* op) {
@@ -203,11 +261,11 @@ bool Link::flushMessages() {
 }
 
 void Link::forget(Op* op) {
-  std::erase(sends_, op);
+  if (std::erase(sends_, op) > 0 && op->route == Op::Route::Lent) --toLend_;
   for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
     for (Chunk& chunk : *chunks) {
       // A direct copy is under way, and has to have ended before the operation does.
-      if (chunk.op == op && chunk.state == ChunkState::Announced && !chunk.direct)
+      if (chunk.op == op && chunk.state == ChunkState::Announced && chunk.way != Way::Pushed)
         chunk.op = nullptr;
     }
   }
@@ -219,31 +277,41 @@ bool Link::announce(const Message& message) {
   // The sender reuses a slot on seeing the credit, which this side may not have looked at yet.
   if (chunk.state == ChunkState::Copying) advance(kInRules, chunk);
   if (chunk.state != ChunkState::Idle || message.turn <= chunk.turn) return false;
-  const bool direct = message.type == MessageType::Direct;
-  if (direct && (!shared_ || message.offset != 0 || message.length != message.bytes)) return false;
-  if (!direct && message.length > connection_->staging().slotBytes) return false;
-  if (message.offset > message.bytes || message.length > message.bytes - message.offset)
+  const Way way = message.type == MessageType::Direct ? Way::Pushed
+                  : message.type == MessageType::Pull ? Way::Pulled
+                                                      : Way::ThroughSlot;
+  if (way != Way::ThroughSlot && !shared_) return false;
+  // Of a Pull these say where the bytes lie.
+  const std::uint64_t offset = way == Way::Pulled ? 0 : message.offset;
+  const std::uint64_t length = way == Way::Pulled ? message.bytes : message.length;
+  if (offset > message.bytes || length > message.bytes - offset) return false;
+  if (way == Way::ThroughSlot ? length > connection_->staging().slotBytes
+                              : length != message.bytes) {
     return false;
+  }
   chunk.turn = message.turn;
-  chunk.offset = message.offset;
-  chunk.length = message.length;
+  chunk.offset = offset;
+  chunk.length = length;
   chunk.announcement = message;
-  chunk.direct = direct;
+  chunk.way = way;
   chunk.detour = detour_ && out_[message.slot].detour;  // on this link they are one slot
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
     case Claim::Ready:
-      if (direct) {
+      if (way == Way::Pushed) {
         if (!chunk.op->offered) return false;
         ++chunk.op->copiesInFlight;
         ++incoming_;
         owner_->movesDirectly(*chunk.op);
+      } else if (way == Way::Pulled) {
+        if (!std::exchange(chunk.op->pulls, false)) return false;
+        owner_->borrow(*chunk.op, message);
       }
       chunk.op->offered = false;
-      chunk.op->announced += message.length;
+      chunk.op->announced += length;
       break;
     case Claim::Early:
-      if (direct) return false;
+      if (way != Way::ThroughSlot) return false;
       chunk.op = nullptr;
       chunk.early = true;
       ++early_;
@@ -272,11 +340,12 @@ void Link::mirrorChunk(const Chunk& out, Op* mirror) {
 }
 
 SharedLanes& Link::outLanesOf(const Chunk& chunk) {
-  if (chunk.direct) return owner_->peerLanes();
+  if (chunk.way == Way::Pushed) return owner_->peerLanes();
   return chunk.detour ? detour_->out : owner_->outLanes();
 }
 
 SharedLanes& Link::inLanesOf(const Chunk& chunk) {
+  if (chunk.way == Way::Pulled) return owner_->peerLanes();
   return chunk.detour ? detour_->in : owner_->inLanes();
 }
 
@@ -284,12 +353,12 @@ SharedLanes& Link::inLanesOf(const Chunk& chunk) {
 bool Link::nextToMove() {
   const bool out = owner_->outLanes().room(), peer = owner_->peerLanes().room();
   const bool detour = detour_ && detour_->out.room();
-  if (!out && !peer && !detour) return false;
+  if (!out && !peer && !detour && toLend_ == 0) return false;
   for (std::size_t tried = 0; tried < sends_.size(); ++tried, ++nextSend_) {
     if (nextSend_ >= sends_.size()) nextSend_ = 0;
     const Op& op = *sends_[nextSend_];
-    if (op.route == Op::Route::Direct) {
-      if (peer && owner_->mayGo(op)) return true;
+    if (op.route != Op::Route::Staged) {
+      if ((peer || op.route == Op::Route::Lent) && owner_->mayGo(op)) return true;
     } else if ((op.detour ? detour : out) && (op.matched || eager_ < eagerLimit_)) {
       return true;
     }
@@ -300,7 +369,7 @@ bool Link::nextToMove() {
 LaneJob Link::jobOf(const Chunk& chunk, Op& op) {
   LaneJob job;
   userSide(op, chunk.offset, &job);
-  if (chunk.direct) {
+  if (chunk.way == Way::Pushed) {
     job.peer = op.targetAddress;
   } else if (chunk.detour) {
     job.peer = detourOf(chunk);
@@ -313,19 +382,66 @@ LaneJob Link::jobOf(const Chunk& chunk, Op& op) {
   return job;
 }
 
+/// All of that send: claims a slot and says where the bytes lie. False: no room for the message.
+bool Link::lend(Op& op) {
+  Chunk& chunk = out_[freeOut_.back()];
+  Message message{};
+  message.type = MessageType::Pull;
+  owner_->address(op, &message);
+  message.slot = chunk.slot;
+  message.offset = op.descriptor.buffer.offset;
+  message.length = op.descriptor.buffer.allocationId;
+  message.turn = chunk.turn + 1;
+  if (!connection_->trySend(message)) return false;
+  ++chunk.turn;
+  chunk.way = Way::Pulled;
+  chunk.detour = false;
+  chunk.offset = 0;
+  chunk.length = op.descriptor.bytes;
+  chunk.op = &op;
+  chunk.state = ChunkState::Lent;
+  if (chunk.timed()) chunk.submittedNs = monotonicNs();
+  freeOut_.pop_back();
+  ++outBusy_;
+  ++lent_;
+  --toLend_;
+  op.issued = op.descriptor.bytes;
+  ++op.copiesInFlight;
+  sends_.erase(sends_.begin() + static_cast<std::ptrdiff_t>(nextSend_));
+  owner_->lent(op);
+  return true;
+}
+
+bool Link::takeBack(const Message& message) {
+  if (message.slot >= out_.size()) return false;
+  Chunk& chunk = out_[message.slot];
+  if (chunk.state != ChunkState::Lent || chunk.turn != message.turn) return false;
+  chunk.state = ChunkState::Idle;  // the send may claim it again
+  ChunkRules::endLoan(chunk, false);
+  return true;
+}
+
+void Link::giveUp(Op* op) {
+  for (Chunk& chunk : out_) {
+    if (chunk.op == op && chunk.state == ChunkState::Lent) chunk.op = nullptr;
+  }
+}
+
 /// The next chunk of the next send in turn, or all of it by a direct copy: claims a slot, announces
 /// it, submits the copy.
 bool Link::claimOut() {
   if (sends_.empty() || freeOut_.empty() || !backlog_.empty() || !nextToMove()) return false;
   Op& op = *sends_[nextSend_];
+  if (op.route == Op::Route::Lent) return lend(op);
   Chunk& chunk = out_[freeOut_.back()];
-  chunk.direct = op.route == Op::Route::Direct;
+  chunk.way = op.route == Op::Route::Direct ? Way::Pushed : Way::ThroughSlot;
+  const bool direct = chunk.way == Way::Pushed;
   chunk.detour = op.detour;
   chunk.offset = op.issued;
-  chunk.length = chunk.direct ? op.descriptor.bytes
-                              : chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
+  chunk.length =
+      direct ? op.descriptor.bytes : chunkLength(op.descriptor.bytes, op.issued, op.chunkBytes);
   Message message{};
-  message.type = chunk.direct ? MessageType::Direct : MessageType::Chunk;
+  message.type = direct ? MessageType::Direct : MessageType::Chunk;
   owner_->address(op, &message);
   message.slot = chunk.slot;
   message.offset = chunk.offset;
@@ -343,7 +459,7 @@ bool Link::claimOut() {
   ++outCopying_;
   op.issued += chunk.length;
   ++op.copiesInFlight;
-  if (chunk.direct) {
+  if (direct) {
     if (chunk.timed()) chunk.submittedNs = monotonicNs();
     owner_->movesDirectly(op);
   }
@@ -396,18 +512,26 @@ void Link::abandonPeer(std::vector<Op*>* torn) {
   backlog_.clear();
   std::vector<Op*> tornDirect;
   for (Chunk& chunk : in_) {
-    if (chunk.state != ChunkState::Announced ||
-        connection_->staging().in[chunk.slot].ready->reached(chunk.turn)) {
+    // What is being pulled, too, may be newer bytes than the send's; that ends with its copy.
+    const bool pulling = chunk.state == ChunkState::Copying && chunk.way == Way::Pulled;
+    if ((chunk.state != ChunkState::Announced && !pulling) ||
+        chunk.place.ready->reached(chunk.turn)) {
       continue;
     }
     if (chunk.op && !chunk.op->failed) torn->push_back(chunk.op);
     if (std::exchange(chunk.early, false)) --early_;
-    if (!chunk.direct || !chunk.op) continue;
+    if (chunk.way != Way::Pushed || !chunk.op) continue;
     // The copy has ended with the peer. It leaves the slot to `unwanted`.
     --incoming_;
     tornDirect.push_back(std::exchange(chunk.op, nullptr));
   }
   for (Op* op : tornDirect) owner_->copyEnded(*op, 0);
+  // What the peer had not read it never will.
+  for (Chunk& chunk : out_) {
+    if (chunk.state != ChunkState::Lent || chunk.place.credit->reached(chunk.turn)) continue;
+    chunk.state = ChunkState::Idle;
+    ChunkRules::endLoan(chunk, false);
+  }
 }
 
 bool Link::drained() const {

@@ -23,11 +23,15 @@ enum class ChunkState : std::uint8_t {
   Copying,     ///< a copy engine is at work
   Sending,     ///< out, slots not shared: waits until the transport takes the write
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
+  Lent,        ///< out: the peer copies from the send's buffer; waits for its credit
 };
 
-// A direct copy takes a slot as well, for its flags: an out-slot here goes the way of any other,
-// and at the peer an in-slot goes from Announced to Idle when the bytes are in the receiver's
-// buffer.
+/// A direct copy takes a slot as well, for its flags. One that is pushed: an out-slot here goes the
+/// way of any other, and at the peer an in-slot goes from Announced to Idle when the bytes are in
+/// the receiver's buffer. One that is pulled: an in-slot goes the way of any other, and the
+/// out-slot goes Idle → Lent → Idle. There `ready` comes last: the sender has held the bytes until
+/// their copy had ended.
+enum class Way : std::uint8_t { ThroughSlot, Pushed, Pulled };
 
 struct Chunk {
   ChunkState state = ChunkState::Idle;
@@ -38,7 +42,7 @@ struct Chunk {
   std::uint64_t length = 0;
   Op* op = nullptr;
   Link* link = nullptr;
-  bool direct = false;            ///< the bytes do not come through the slot
+  Way way = Way::ThroughSlot;
   std::uint64_t submittedNs = 0;  ///< out, timed
   bool eager = false;             ///< out: sent before the receiver was ready
   bool detour = false;            ///< the bytes are in the link's Detour instead of the slot
@@ -47,7 +51,9 @@ struct Chunk {
   bool early = false;
   Message announcement{};  ///< in
   /// Out: how long it takes matters for turns.
-  [[nodiscard]] bool timed() const { return direct && length >= Turns::kLeastBytes; }
+  [[nodiscard]] bool timed() const {
+    return way != Way::ThroughSlot && length >= Turns::kLeastBytes;
+  }
 };
 
 /// What the mover knows of a chunk's receive.
@@ -73,11 +79,19 @@ class LinkOwner {
   virtual void copyEnded(Op& op, std::uint64_t bytes) = 0;
   /// All of `op` goes or comes by a direct copy that begins now; nobody can have seen its end.
   virtual void movesDirectly(const Op& op) = 0;
+  /// From now on the peer may copy from the buffer of that send, until `returned`.
+  virtual void lent(Op& op) = 0;
+  /// `read`: it has; else it says that it will not, and the send has to go another way, or end.
+  virtual void returned(Op& op, bool read) = 0;
+  /// The peer lends the bytes of that receive: finds `op.target`, null if they cannot be had.
+  virtual void borrow(Op& op, const Message& message) = 0;
+  /// They are not pulled: `op.target` is not needed.
+  virtual void refused(Op& op) = 0;
   /// Whether it is that send's turn to go directly (turns.h).
   virtual bool mayGo(const Op& op) = 0;
   /// A direct copy of this mover that has a turn by its size has ended.
   virtual void directCopyTook(std::uint64_t bytes, std::uint64_t ns) = 0;
-  /// The receive a Chunk or Direct message belongs to.
+  /// The receive a Chunk, Direct or Pull message belongs to.
   virtual Claim claim(const Message& message, Op** op) = 0;
   /// A driver call failed: nothing can be moved any more.
   virtual void fatal(const Status& status) = 0;
@@ -126,6 +140,10 @@ class Link {
   void forget(Op* op);
   /// The peer announced a chunk or a direct copy. False: the message contradicts the slot's state.
   [[nodiscard]] bool announce(const Message& message);
+  /// The peer has refused what was lent to it. False: nothing was.
+  [[nodiscard]] bool takeBack(const Message& message);
+  /// A send that has failed and is lent is not waited for any longer.
+  void giveUp(Op* op);
 
   /// Everything that can move now. Returns whether anything did.
   bool progress();
@@ -133,7 +151,7 @@ class Link {
   [[nodiscard]] bool quiet() const { return outBusy_ == 0 && !active(); }
   /// Something here moves, or waits only for room.
   [[nodiscard]] bool active() const {
-    return outCopying_ + outSending_ > 0 || inBusy_ > early_ || !sends_.empty() ||
+    return outCopying_ + outSending_ + lent_ > 0 || inBusy_ > early_ || !sends_.empty() ||
            !backlog_.empty();
   }
   /// What this side's slots and messages held for the peer is on its host, or never will be. Some
@@ -141,8 +159,8 @@ class Link {
   [[nodiscard]] bool drained() const;
   /// Copies on this side's lanes that touch this link's slots.
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
-  /// The peer's direct copies that are under way.
-  [[nodiscard]] bool incoming() const { return incoming_ > 0; }
+  /// The peer's direct copies, into or out of this side's buffers, that are under way.
+  [[nodiscard]] bool peerCopies() const { return incoming_ + lent_ > 0; }
   /// There are such copies, or bytes here that somebody is still to have.
   [[nodiscard]] bool needed() const { return outCopying_ + inBusy_ > 0; }
   [[nodiscard]] bool holdsEarly() const { return early_ > 0; }
@@ -171,6 +189,7 @@ class Link {
   SharedLanes& inLanesOf(const Chunk& chunk);
   void mirrorChunk(const Chunk& out, Op* mirror);
   bool flushMessages();
+  bool lend(Op& op);
 
   LinkOwner* owner_;
   PeerId peer_;
@@ -190,7 +209,9 @@ class Link {
   std::vector<Message> backlog_;            ///< messages the connection had no room for
   std::uint32_t outBusy_ = 0, inBusy_ = 0;  ///< mirror slots count as in-slots, here and below
   std::uint32_t outCopying_ = 0, inCopying_ = 0;
-  std::uint32_t incoming_ = 0;    ///< in-slots of direct copies
+  std::uint32_t incoming_ = 0;    ///< in-slots of copies that the peer pushes
+  std::uint32_t lent_ = 0;        ///< out-slots of copies that it pulls
+  std::uint32_t toLend_ = 0;      ///< of sends_
   std::uint32_t outSending_ = 0;  ///< out-slots whose write the connection has not taken
   std::uint32_t eager_ = 0;       ///< out-slots in use by eager chunks
   std::uint32_t eagerLimit_ = 0;

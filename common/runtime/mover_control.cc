@@ -41,7 +41,8 @@ MoverControl::MoverControl(Dependencies d, const Config& config)
     : driver_(d.driver),
       context_(d.context),
       device_(d.device),
-      pushOverPcie_(config.p2p > 1),
+      pushOverPcie_(config.p2p == 2),
+      pullAlways_(config.p2p == 3),
       queues_(d.queues),
       transport_(d.transport),
       self_(d.self),
@@ -478,8 +479,8 @@ Status MoverControl::allocateDetour(Detour* detour) {
                     bytes, *neighbour_));
   }
   for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
-    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::ToPeer, &detour->out.lanes[i]));
-    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::FromPeer, &detour->in.lanes[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::Peer, &detour->out.lanes[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver_, LaneDirection::Peer, &detour->in.lanes[i]));
   }
   detour->memory = detour_.address();
   detour->stride = loopback_.slotBytes;
@@ -527,12 +528,14 @@ Status MoverControl::addSpan(const void* data, std::size_t bytes, std::vector<Un
   return {};
 }
 
-/// Why this mover does not copy to that GPU of the node; empty if it does.
-std::string MoverControl::whyNotDirect(const std::string& gpuUuid) const {
-  if (gpuUuid.empty()) return {};
+/// How bytes go between this GPU and that one of the node. `why`: if not over NVLink.
+Reach MoverControl::reachOf(const std::string& gpuUuid, std::string* why) const {
+  const Reach near = pullAlways_ ? Reach::Pull : Reach::Push;
+  if (gpuUuid.empty()) return near;
   CUdevice peer = 0;
   if (!deviceByUuid(driver_, gpuUuid, &peer)) {
-    return fmt::format("the mover does not see {}", gpuUuid);
+    *why = fmt::format("the mover does not see {}", gpuUuid);
+    return Reach::None;
   }
   int access = 0, atomics = 0;
   using Attribute = CUdevice_P2PAttribute;
@@ -540,15 +543,14 @@ std::string MoverControl::whyNotDirect(const std::string& gpuUuid) const {
     return driver_->cuDeviceGetP2PAttribute(value, which, device_, peer) == CUDA_SUCCESS;
   };
   if (!ask(CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, &access) || !access) {
-    return fmt::format("this GPU does not reach {}", gpuUuid);
+    *why = fmt::format("this GPU does not reach {}", gpuUuid);
+    return Reach::None;
   }
-  // Rule 13: over PCIe a peer's write and a flag in host memory are not ordered. Links with native
-  // atomics are NVLink.
+  // Links with native atomics are NVLink.
   if (!ask(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, &atomics)) atomics = 0;
-  if (!atomics && !pushOverPcie_) {
-    return fmt::format("this GPU reaches {} over PCIe (HOCCL_P2P=2 copies there as well)", gpuUuid);
-  }
-  return {};
+  if (atomics) return near;
+  *why = fmt::format("this GPU reaches {} over PCIe", gpuUuid);
+  return pushOverPcie_ ? Reach::Push : Reach::Pull;
 }
 
 Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
@@ -577,23 +579,27 @@ Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
   event.communicator->id = request.id;
   event.communicator->rank = request.rank;
   for (std::uint64_t i = 0; i < request.ranks; ++i) {
-    bool direct = records[i].direct != 0;
-    if (direct) {
-      const std::string why = whyNotDirect(getText(records[i].gpuUuid));
+    Reach reach = Reach::None;
+    if (records[i].direct) {
+      std::string why;
+      reach = reachOf(getText(records[i].gpuUuid), &why);
       if (!why.empty()) {
-        direct = false;
-        logInfo("what rank {} sends to rank {} is staged: {}", request.rank, i, why);
+        logInfo("what ranks {} and {} send each other is {}: {}", request.rank, i,
+                reach == Reach::None   ? "staged"
+                : reach == Reach::Pull ? "pulled by the receiver's mover"
+                                       : "pushed by the sender's mover",
+                why);
       }
     }
     event.communicator->peers.push_back({records[i].mover, getText(records[i].address),
-                                         getText(records[i].host), records[i].pid, direct});
+                                         getText(records[i].host), records[i].pid, reach});
   }
   for (std::uint64_t step = 1; step < request.ranks && !neighbour_; ++step) {
     // The next rank, so that each GPU of a node is the neighbour of one.
     const std::uint64_t i = (static_cast<std::uint64_t>(request.rank) + step) % request.ranks;
     const std::string uuid = getText(records[i].gpuUuid);
     CUdevice device = 0;
-    if (event.communicator->peers[i].direct && !uuid.empty() &&
+    if (event.communicator->peers[i].reach == Reach::Push && !uuid.empty() &&
         deviceByUuid(driver_, uuid, &device) && device != device_) {
       neighbour_ = device;
     }

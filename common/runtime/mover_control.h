@@ -52,9 +52,10 @@ class MoverControl {
   void connect(const ControlRequest& request);
   void applicationSays();
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
-  [[nodiscard]] std::string whyNotDirect(const std::string& gpuUuid) const;
+  Reach reachOf(const std::string& gpuUuid, std::string* why) const;
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
-  Status addSpan(const void* data, std::size_t bytes, std::vector<UniqueFd>& fds, std::uint32_t* refused);
+  Status addSpan(const void* data, std::size_t bytes, std::vector<UniqueFd>& fds,
+                 std::uint32_t* refused);
   Status makeScratch();
   void makeDetour();
   Status allocateDetour(Detour* detour);
@@ -73,7 +74,7 @@ class MoverControl {
   const Driver* driver_;
   CUcontext context_;
   CUdevice device_;
-  bool pushOverPcie_;
+  bool pushOverPcie_, pullAlways_;
   MoverQueues* queues_;
   Transport* transport_;
   PeerId self_;

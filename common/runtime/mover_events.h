@@ -19,13 +19,22 @@
 
 namespace hoccl {
 
+/// How bytes go straight between this mover's GPU and another one of the node. Over PCIe nothing
+/// promises that a flag in host memory comes after bytes written into another GPU, but it comes
+/// after those written into the own one (rule 13): there the receiver's mover copies.
+enum class Reach : std::uint8_t {
+  None,
+  Push,  ///< the sender's mover copies
+  Pull,  ///< the receiver's
+};
+
 /// Where a rank of a communicator can be reached.
 struct PeerInfo {
   PeerId mover;         ///< all zero: this rank cannot be reached from here
   std::string address;  ///< of its transport
   std::string host;     ///< for messages
   std::uint64_t pid = 0;
-  bool direct = false;  ///< copies may go straight from GPU to GPU
+  Reach reach = Reach::None;
 };
 
 /// A communicator as the mover knows it.

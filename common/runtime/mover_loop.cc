@@ -231,7 +231,7 @@ void MoverLoop::rest(bool moved) {
   if ((pendingOps_ > 0 || untold_) && now >= lookForStallsNs_) tellStalled(now);
   if (imports_.work()) return;
   bool copying = out_.inFlight + in_.inFlight + peer_.inFlight > 0;
-  for (auto& [peer, link] : links_) copying = copying || link->incoming();
+  for (auto& [peer, link] : links_) copying = copying || link->peerCopies();
   if (now - lastProgressNs_ < spinNs_ * (copying ? kCopySpinFactor : 1) ||
       (copying && now < spinUntilNs_)) {
     relaxCpu();
@@ -411,7 +411,7 @@ void MoverLoop::admit(const OpDescriptor& descriptor, Communicator& communicator
       return;
     }
   }
-  if (op->send() && inReach(*op)) op->waiting |= Op::kForRoute;
+  if (op->send() && reachOf(*op) != Reach::None) op->waiting |= Op::kForRoute;
   if (!mapBuffer(op)) return;
   if (op->link->up()) op->waiting &= ~Op::kForLink;
   if (entry->peerReady) match(op, *entry);
@@ -446,6 +446,7 @@ void MoverLoop::admitMirror(Op* op, Communicator::Pair& pair) {
     releaseTarget(send);
     send->waiting &= ~Op::kForRoute;
   }
+  send->route = Op::Route::Staged;
   op->link = send->link;
   op->partner = send;
   send->partner = op;
@@ -548,7 +549,7 @@ void MoverLoop::failOp(Op* op) {
   if (op->failed) return;
   op->failed = true;
   if (op->link) op->link->forget(op);
-  if (awaitsPeer(*op)) {
+  if (op->lent || awaitsPeer(*op)) {
     noteUnsettled();
     return;
   }

@@ -82,6 +82,10 @@ class MoverLoop final : public LinkOwner {
   SharedLanes& inLanes() override { return in_; }
   SharedLanes& peerLanes() override { return peer_; }
   void movesDirectly(const Op& op) override;
+  void lent(Op& op) override;
+  void returned(Op& op, bool read) override;
+  void borrow(Op& op, const Message& message) override;
+  void refused(Op& op) override;
   bool mayGo(const Op& op) override;
   void directCopyTook(std::uint64_t bytes, std::uint64_t ns) override;
   FlagWrite finishWrite(const Op& op) override;
@@ -143,7 +147,7 @@ class MoverLoop final : public LinkOwner {
   void onDisagree(Communicator& communicator, const OpDescriptor& descriptor);
 
   // Direct copies within the node.
-  [[nodiscard]] bool inReach(const Op& op) const;
+  [[nodiscard]] Reach reachOf(const Op& op) const;
   void giveTurns(Launch& launch);
   void leaveTurn(const Op& op);
   void offer(Op* op, Message* ready);
@@ -151,6 +155,10 @@ class MoverLoop final : public LinkOwner {
   void spanShared(const LoopEvent& event);
   [[nodiscard]] static bool mayDetour(const Op& send);
   void decideRoute(Op* op, const PairWindow::Entry& entry);
+  PeerImport* importOf(Link& link, std::uint64_t allocation, std::uint64_t offset,
+                       std::uint64_t bytes);
+  void spinFor(std::uint64_t bytes);
+  void countDirect(const Op& op);
   void targetImported(const LoopEvent& event);
   void unmapTarget(const PeerId& peer, const BufferRef& which, CUdeviceptr address,
                    std::uint64_t serial);
@@ -165,6 +173,7 @@ class MoverLoop final : public LinkOwner {
   void noteUnsettled();
   void settle(Communicator& communicator, std::int32_t peer);
   void settleOverdue();
+  void giveUpLent(Communicator& communicator, std::int32_t peer);
 
   void request(ControlRequest request);
   void unmapImports();
@@ -193,14 +202,17 @@ class MoverLoop final : public LinkOwner {
   std::vector<ControlRequest> requests_;  ///< those the queue had no room for
   std::size_t importCapacity_;
   std::uint32_t pendingOps_ = 0;
-  std::uint32_t unsettled_ = 0;  ///< receives that have failed and wait for their peer's word
+  /// Operations that have failed and wait for their peer: receives, for its word; sends, for what
+  /// is lent.
+  std::uint32_t unsettled_ = 0;
   std::uint64_t settleByNs_ = 0;
   bool toldStaged_ = false;              ///< that some memory of peers cannot be mapped
   bool abandoned_ = false;               ///< a dead peer's link is still there
   bool leaving_ = false;                 ///< and has a copy in flight
   std::vector<std::uint32_t> closable_;  ///< communicators to look at for a close, by index
   std::vector<Op*> scratch_;
-  CopyPace pace_;  ///< of direct copies
+  CopyPace pace_;                ///< of direct copies
+  std::uint32_t lentTurns_ = 0;  ///< sends that have a turn and are lent
   bool stopping_ = false;
   bool stopped_ = false;
   bool broken_ = false;

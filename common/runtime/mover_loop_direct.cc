@@ -27,9 +27,10 @@ void describeTo(Link& link, const BufferRef& buffer) {
 
 }  // namespace
 
-bool MoverLoop::inReach(const Op& op) const {
-  return op.communicator->info.peers[static_cast<std::size_t>(op.descriptor.peer)].direct &&
-         op.descriptor.peer != op.communicator->info.rank;
+Reach MoverLoop::reachOf(const Op& op) const {
+  const CommunicatorInfo& info = op.communicator->info;
+  if (op.descriptor.peer == info.rank) return Reach::None;
+  return info.peers[static_cast<std::size_t>(op.descriptor.peer)].reach;
 }
 
 /// From one place of this GPU's memory to another, as far as is known, with memory of a neighbour
@@ -50,8 +51,9 @@ bool MoverLoop::mayDetour(const Op& send) {
 /// milliseconds: what is received in it meanwhile goes through the slots.
 bool MoverLoop::tellOf(Link& link, const BufferRef& buffer) {
   if (buffer.kind == BufferKind::Device) {
-    if (link.told().tell(buffer.allocationId) == ToldPeer::State::New) describeTo(link, buffer);
-    return true;
+    const ToldPeer::State state = link.told().tell(buffer.allocationId);
+    if (state == ToldPeer::State::New) describeTo(link, buffer);
+    return state == ToldPeer::State::New || state == ToldPeer::State::Told;
   }
   const ToldPeer::State state = link.told().share(buffer.allocationId);
   if (state == ToldPeer::State::New) {
@@ -83,13 +85,20 @@ void MoverLoop::tellStaged(const Status& why) {
           why.message());
 }
 
-/// The receive's Ready says where the sender may copy to; it chooses.
+/// The receive's Ready says where the sender may copy to, or that this side could pull; it chooses.
 void MoverLoop::offer(Op* op, Message* ready) {
   const BufferRef& buffer = op->descriptor.buffer;
-  if (!inReach(*op) || buffer.kind == BufferKind::Staging || op->link->abandoned() ||
-      !op->link->connection()->sharedSlots() || !tellOf(*op->link, buffer)) {
+  const Reach reach = reachOf(*op);
+  if (reach == Reach::None || buffer.kind == BufferKind::Staging || op->link->abandoned() ||
+      !op->link->connection()->sharedSlots()) {
     return;
   }
+  if (reach == Reach::Pull) {
+    op->pulls = true;
+    ready->slot = 1;
+    return;
+  }
+  if (!tellOf(*op->link, buffer)) return;
   ready->turn = buffer.allocationId;
   ready->offset = buffer.offset;
   op->offered = true;
@@ -98,27 +107,13 @@ void MoverLoop::offer(Op* op, Message* ready) {
 /// Both sides of a send within the node are known. This side alone decides how it moves, so that
 /// the two cannot disagree; the receiver takes what comes.
 void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {
-  bool fresh = false;
+  const BufferRef& buffer = op->descriptor.buffer;
+  const bool may = !op->partner && buffer.kind != BufferKind::Staging && !op->link->abandoned();
   PeerImport* target = nullptr;
-  const bool may =
-      entry.offer != 0 && !op->partner && op->descriptor.buffer.kind != BufferKind::Staging;
-  if (may) target = op->link->imports().acquire(entry.offer, &fresh);
-  if (target) {
-    const std::uint64_t bytes = target->buffer.allocationBytes;
-    const bool inside =
-        entry.offerOffset <= bytes && op->descriptor.bytes <= bytes - entry.offerOffset;
-    if (fresh) {
-      ControlRequest import;
-      import.kind = ControlRequest::Kind::Import;
-      import.peer = op->link->peer();
-      import.serial = target->serial;
-      import.buffer = target->buffer;
-      request(std::move(import));
-    }
-    if (target->state == PeerImport::State::Failed || !inside) {
-      op->link->imports().release(target);
-      target = nullptr;
-    }
+  if (may && entry.offer != 0 && reachOf(*op) == Reach::Push) {
+    target = importOf(*op->link, entry.offer, entry.offerOffset, op->descriptor.bytes);
+  } else if (may && entry.pulls && tellOf(*op->link, buffer)) {
+    op->route = Op::Route::Lent;
   }
   if (!target) {
     arrived(op, Op::kForRoute);
@@ -133,6 +128,28 @@ void MoverLoop::decideRoute(Op* op, const PairWindow::Entry& entry) {
   } else {
     op->nextForTarget = std::exchange(target->waiters, op);
   }
+}
+
+/// A peer's allocation, which is mapped here or being mapped; null if it cannot be, or does not
+/// hold so many bytes from there.
+PeerImport* MoverLoop::importOf(Link& link, std::uint64_t allocation, std::uint64_t offset,
+                                std::uint64_t bytes) {
+  bool fresh = false;
+  PeerImport* import = link.imports().acquire(allocation, &fresh);
+  if (!import) return nullptr;
+  if (fresh) {
+    ControlRequest ask;
+    ask.kind = ControlRequest::Kind::Import;
+    ask.peer = link.peer();
+    ask.serial = import->serial;
+    ask.buffer = import->buffer;
+    request(std::move(ask));
+  }
+  const std::uint64_t all = import->buffer.allocationBytes;
+  const bool inside = offset <= all && bytes <= all - offset;
+  if (inside && import->state != PeerImport::State::Failed) return import;
+  link.imports().release(import);
+  return nullptr;
 }
 
 /// A peer's allocation has been mapped here, or cannot be.
@@ -237,8 +254,10 @@ void MoverLoop::releaseHolds(Link& link) {
 void MoverLoop::giveTurns(Launch& launch) {
   scratch_.clear();
   for (Op* op : launch.ops) {
-    if (op && op->send() && inReach(*op) && op->descriptor.bytes >= Turns::kLeastBytes)
+    if (op && op->send() && reachOf(*op) != Reach::None &&
+        op->descriptor.bytes >= Turns::kLeastBytes) {
       scratch_.push_back(op);
+    }
   }
   if (scratch_.size() < 2) return;
   launch.turns.begin(static_cast<std::uint32_t>(scratch_.size()));
@@ -260,22 +279,88 @@ void MoverLoop::leaveTurn(const Op& op) {
 
 bool MoverLoop::mayGo(const Op& op) {
   if (op.turn == Turns::kNone) return true;
-  return launches_[op.descriptor.launchSlot].turns.mayGo(
-      op.turn, peer_.inFlight >= SharedLanes::kCount, monotonicNs(), pace_.of(op.descriptor.bytes));
+  // What is lent keeps its turn until it is read: receivers would not know in which order.
+  const bool busy = peer_.inFlight >= SharedLanes::kCount || lentTurns_ > 0;
+  return launches_[op.descriptor.launchSlot].turns.mayGo(op.turn, busy, monotonicNs(),
+                                                         pace_.of(op.descriptor.bytes));
 }
 
 void MoverLoop::directCopyTook(std::uint64_t bytes, std::uint64_t ns) { pace_.took(bytes, ns); }
 
 void MoverLoop::movesDirectly(const Op& op) {
   leaveTurn(op);
-  // The copy is one piece, and a nap at its end would stretch it.
+  spinFor(op.descriptor.bytes);
+  countDirect(op);
+}
+
+/// A direct copy is one piece, and a nap at its end would stretch it.
+void MoverLoop::spinFor(std::uint64_t bytes) {
   const std::uint64_t longest = spinNs_ * kDirectSpinFactor;
-  spinUntilNs_ = std::max(
-      spinUntilNs_, monotonicNs() + std::min(longest, op.descriptor.bytes / kSlowestBytesPerNs));
+  spinUntilNs_ =
+      std::max(spinUntilNs_, monotonicNs() + std::min(longest, bytes / kSlowestBytesPerNs));
+}
+
+void MoverLoop::countDirect(const Op& op) {
   if (op.descriptor.counted == 0) return;
   CommunicatorRecord& record = *op.communicator->record;
   record.directBytes.fetch_add(op.descriptor.bytes, std::memory_order_relaxed);
   if (op.descriptor.counted & 1) record.directCalls.fetch_add(1, std::memory_order_relaxed);
+}
+
+// --- Copies that the receiver's mover makes ------------------------------------------------------
+
+void MoverLoop::lent(Op& op) {
+  op.lent = true;
+  if (op.turn != Turns::kNone) ++lentTurns_;
+  spinFor(op.descriptor.bytes);
+}
+
+void MoverLoop::returned(Op& op, bool read) {
+  op.lent = false;
+  if (op.turn != Turns::kNone) --lentTurns_;
+  leaveTurn(op);
+  if (op.failed) --unsettled_;
+  if (read || op.failed) {
+    if (read) countDirect(op);
+    copyEnded(op, read ? op.descriptor.bytes : 0);
+    return;
+  }
+  --op.copiesInFlight;
+  op.issued = 0;
+  op.route = Op::Route::Staged;
+  if (op.link->abandoned()) return;  // pairEnded finds what has not been issued
+  Communicator& communicator = *op.communicator;
+  const Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op.descriptor.peer)];
+  if (pair.dead) {
+    failCommunicator(communicator, Code::Remote, pair.why);
+    return;
+  }
+  op.link->startSend(&op);
+}
+
+void MoverLoop::borrow(Op& op, const Message& message) {
+  op.target = importOf(*op.link, message.length, message.offset, message.bytes);
+}
+
+void MoverLoop::refused(Op& op) {
+  releaseTarget(&op);
+  Communicator& communicator = *op.communicator;
+  const Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(op.descriptor.peer)];
+  if (pair.dead) failCommunicator(communicator, Code::Remote, pair.why);
+}
+
+/// The peer has been silent for so long that what it may still copy does not matter.
+void MoverLoop::giveUpLent(Communicator& communicator, std::int32_t peer) {
+  std::vector<Op*> over;
+  communicator.pairs[static_cast<std::size_t>(peer)].sends.forEach([&](PairWindow::Entry& entry) {
+    if (entry.op && entry.op->failed && entry.op->lent) over.push_back(entry.op);
+  });
+  for (Op* op : over) {
+    op->link->giveUp(op);
+    // It must not take newer bytes for the send's.
+    tellPeer(communicator, static_cast<std::size_t>(peer), *op->link, FailReason::LocalError);
+    returned(*op, false);
+  }
 }
 
 /// A receive that has failed, and into whose buffer the peer may still begin to copy: its stream is
@@ -312,14 +397,17 @@ void MoverLoop::settleOverdue() {
     if (!communicator || !communicator->failed) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
       bool waits = false;
-      communicator->pairs[rank].receives.forEach([&](const PairWindow::Entry& entry) {
-        waits = waits || (entry.op && entry.op->failed && entry.op->offered);
-      });
+      const auto look = [&](const PairWindow::Entry& entry) {
+        waits = waits || (entry.op && entry.op->failed && (entry.op->offered || entry.op->lent));
+      };
+      communicator->pairs[rank].receives.forEach(look);
+      communicator->pairs[rank].sends.forEach(look);
       if (!waits) continue;
       logError(
-          "{} does not say that it copies no more into this rank's memory (is it stopped?): "
-          "what lies there may still change",
+          "{} does not say that it copies no more into or out of this rank's memory (is it "
+          "stopped?): what lies there may still change",
           describePeer(*communicator, static_cast<std::int32_t>(rank)));
+      giveUpLent(*communicator, static_cast<std::int32_t>(rank));
       settle(*communicator, static_cast<std::int32_t>(rank));
     }
   }

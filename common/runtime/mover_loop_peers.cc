@@ -122,6 +122,7 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
       return;
     case MessageType::Chunk:
     case MessageType::Direct:
+    case MessageType::Pull:
       if (!link.announce(message)) break;
       answerIfEnded(link, message);
       return;
@@ -134,6 +135,10 @@ void MoverLoop::onMessage(Link& link, const Message& message) {
     case MessageType::Handle:
       if (link.imports().tell(message)) return;
       break;
+    case MessageType::Refused:
+      if (!link.takeBack(message)) break;
+      if (message.offset != 0) link.told().refused(message.length);
+      return;
     case MessageType::Forget:
       link.imports().forget(message.turn);
       return;
@@ -206,6 +211,7 @@ void MoverLoop::onReady(Link& link, const Message& message) {
   entry->peerBytes = message.bytes;
   entry->offer = message.turn;
   entry->offerOffset = message.offset;
+  entry->pulls = message.slot != 0;
   if (entry->op) match(entry->op, *entry);
 }
 

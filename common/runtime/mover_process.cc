@@ -58,15 +58,16 @@ Status MoverProcess::open(int socket) {
   HOCCL_RETURN_IF_ERROR(
       recvWithFdsWithin(socket, &hello, sizeof hello, &bytes, &fds, config.timeoutMs));
   if (bytes != sizeof hello || hello.magic != kMoverMagic || fds.size() != 2) {
-    return Status::error(Code::InvalidArgument,
-                         fmt::format("hello of {} bytes and {} descriptors that is not HOCCL's", bytes,
-                                     fds.size()));
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("hello of {} bytes and {} descriptors that is not HOCCL's", bytes, fds.size()));
   }
   if (hello.protocol != kMoverProtocol) {
-    return Status::error(Code::InvalidArgument,
-                         fmt::format("protocol {} in the library, {} in hoccl-mover: they come from "
-                                     "different builds",
-                                     hello.protocol, kMoverProtocol));
+    return Status::error(
+        Code::InvalidArgument,
+        fmt::format("protocol {} in the library, {} in hoccl-mover: they come from "
+                    "different builds",
+                    hello.protocol, kMoverProtocol));
   }
   applicationPidfd.reset(static_cast<int>(::syscall(SYS_pidfd_open, hello.applicationPid, 0)));
   if (!applicationPidfd) return Status::fromErrno("pidfd_open of the application", errno);
@@ -128,7 +129,7 @@ Status MoverProcess::openDevice(const std::string& uuid) {
   for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToHost, &out[i]));
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToDevice, &in[i]));
-    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToPeer, &peer[i]));
+    HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::Peer, &peer[i]));
   }
   return {};
 }
@@ -163,8 +164,7 @@ int runMover(int socket) {
     if (status) setText(reply.text, process.tcpProblem);
     setText(reply.verbsText, process.verbsProblem);
   }
-  const Status sent =
-      sendWithFdsWithin(socket, &reply, sizeof reply, {}, process.config.timeoutMs);
+  const Status sent = sendWithFdsWithin(socket, &reply, sizeof reply, {}, process.config.timeoutMs);
   if (!status || !sent) return 1;
 
   MoverControl control({.driver = process.driver,

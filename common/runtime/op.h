@@ -28,6 +28,7 @@ struct Op {
   enum class Route : std::uint8_t {
     Staged,  ///< through the slots of the link
     Direct,  ///< a send: by one copy into `target`
+    Lent,    ///< a send: by one copy that the receiver's mover makes
   };
 
   OpDescriptor descriptor{};
@@ -47,7 +48,10 @@ struct Op {
   bool detour = false;  ///< a send to its own rank: its chunks take the link's Detour
   /// A receive: the sender may copy into the buffer, and has not announced anything yet.
   bool offered = false;
-  PeerImport* target = nullptr;       ///< a send's, if it goes directly
+  bool pulls = false;  ///< a receive: the peer has been told that it could pull
+  bool lent = false;   ///< a send: the peer may be copying from the buffer
+  /// A send's, if it goes directly; a receive's, if it is pulled.
+  PeerImport* target = nullptr;
   CUdeviceptr targetAddress = 0;      ///< where in it
   std::uint32_t turn = Turns::kNone;  ///< a send's, among those of its launch that may go directly
   Op* nextForTarget = nullptr;        ///< in the list of those that wait for `target`

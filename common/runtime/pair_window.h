@@ -18,6 +18,7 @@ class PairWindow {
     std::uint64_t peerBytes = 0;  ///< what the receiver expects, once `peerReady`
     /// The receiver's allocation that may be copied into, and where in it; 0: none.
     std::uint64_t offer = 0, offerOffset = 0;
+    bool pulls = false;  ///< the receiver could pull
     bool peerReady = false;
     bool over = false;
   };
@@ -66,9 +67,9 @@ class PairWindow {
   std::uint64_t used_ = 0;
 };
 
-/// Set in the sequence numbers that a pair's share in collectives takes. NCCL matches a pair's sends and
-/// receives among themselves and collectives among themselves: two ranks may call a collective and a
-/// send in different orders within a group, so the two kinds are counted apart.
+/// Set in the sequence numbers that a pair's share in collectives takes. NCCL matches a pair's
+/// sends and receives among themselves and collectives among themselves: two ranks may call a
+/// collective and a send in different orders within a group, so the two kinds are counted apart.
 inline constexpr std::uint64_t kCollectiveSequence = 1ull << 63;
 
 /// Both kinds of one pair and direction.
@@ -92,7 +93,8 @@ class PairWindows {
 
 /// "collective 7 of this pair", for messages.
 inline std::string describeSequence(std::uint64_t sequence) {
-  return (sequence & kCollectiveSequence ? "share in steered collective " : "steered send/receive ") +
+  return (sequence & kCollectiveSequence ? "share in steered collective "
+                                         : "steered send/receive ") +
          std::to_string(sequence & ~kCollectiveSequence) + " of this pair";
 }
 

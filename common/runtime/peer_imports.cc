@@ -182,7 +182,13 @@ void PeerImports::abandon() {
 }
 
 ToldPeer::State ToldPeer::tell(std::uint64_t allocation) {
-  return told_.try_emplace(allocation, State::Told).second ? State::New : State::Told;
+  const auto [position, added] = told_.try_emplace(allocation, State::Told);
+  return added ? State::New : position->second;
+}
+
+void ToldPeer::refused(std::uint64_t allocation) {
+  const auto position = told_.find(allocation);
+  if (position != told_.end() && position->second == State::Told) position->second = State::Part;
 }
 
 ToldPeer::State ToldPeer::share(std::uint64_t allocation) {

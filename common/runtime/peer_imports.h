@@ -13,8 +13,8 @@
 
 namespace hoccl {
 
-/// An allocation of a peer's application, which this mover has been told of and maps when a send is
-/// to go into it.
+/// An allocation of a peer's application, which this mover has been told of and maps when it is to
+/// copy into it, or out of it.
 struct PeerImport {
   enum class State {
     Told,     ///< not mapped
@@ -26,7 +26,7 @@ struct PeerImport {
   BufferRef buffer{};
   std::uint64_t serial = 0;  ///< names it between loop and control thread; 0 until it is mapped
   CUdeviceptr address = 0;
-  std::uint32_t users = 0;  ///< sends that hold it
+  std::uint32_t users = 0;  ///< sends into it and receives out of it
   std::uint64_t lastUse = 0;
   Op* waiters = nullptr;  ///< list by Op::nextForTarget
 };
@@ -43,7 +43,7 @@ class PeerImports {
   /// Takes one of them. False: it makes no sense.
   [[nodiscard]] bool tell(const Message& message);
 
-  /// The allocation for one more send; null if the peer has not told of it. `fresh`: the caller has
+  /// The allocation for one more copy; null if the peer has not told of it. `fresh`: the caller has
   /// to have it mapped, under the serial it finds there.
   PeerImport* acquire(std::uint64_t allocation, bool* fresh);
   void release(PeerImport* import);
@@ -98,9 +98,12 @@ class ToldPeer {
     Sharing,  ///< a span that is being handed over
     Told,
     Refused,  ///< a span that could not be handed over
-    Part,     ///< or not all of it, and the peer has been told so that it can be asked to forget it
+    /// Or not all of it, or the peer cannot map it: it has been told, to be asked to forget it.
+    Part,
   };
   State tell(std::uint64_t allocation);
+  /// The peer cannot map what it has been told of.
+  void refused(std::uint64_t allocation);
   /// A span: New once, and from then on Sharing until `shared`.
   State share(std::uint64_t allocation);
   /// That is over. `tell`: the peer is to be told of it now; `forget`: and behind that asked to

@@ -8,26 +8,19 @@
 #include <string>
 
 #include "test/e2e/harness.h"
+#include "test/e2e/paths.h"
 
 namespace e2e {
 namespace {
-
-std::uint64_t operations(const Job& job, int rank, const char* path) {
-  std::uint64_t sum = 0;
-  for (const auto& comm : job.communicators(rank)) {
-    sum += comm["paths"][path]["ops"].get<std::uint64_t>();
-  }
-  return sum;
-}
 
 /// Whatever is received while a span is being handed over is staged.
 void expectDirectOrStaged(const Job& job, bool someDirect, int ranks = 2) {
   for (int rank = 0; rank < ranks; ++rank) {
     if (someDirect) {
-      EXPECT_GT(operations(job, rank, "direct"), 0u) << job.communicators(rank);
+      EXPECT_GT(total(job, rank, "direct", "ops"), 0u) << job.communicators(rank);
     }
-    EXPECT_GT(operations(job, rank, "direct") + operations(job, rank, "staged"), 0u);
-    EXPECT_EQ(operations(job, rank, "app-copies") + operations(job, rank, "nccl"), 0u);
+    EXPECT_GT(total(job, rank, "direct", "ops") + total(job, rank, "staged", "ops"), 0u);
+    EXPECT_EQ(total(job, rank, "app-copies", "ops") + total(job, rank, "nccl", "ops"), 0u);
     EXPECT_EQ(job.errors(rank), "");
   }
 }
@@ -117,7 +110,7 @@ TEST(DirectSpans, WhatThePeersGpuDoesNotReachIsStaged) {
   Job job("bothWays", 2);
   job.oneNode().env("E2E_MEMORY", "mapped").env("EMUCUDA_P2P_REFUSE", "0-1").finish(60);
   for (int rank : {0, 1}) {
-    EXPECT_EQ(operations(job, rank, "staged"), 48u) << job.communicators(rank);
+    EXPECT_EQ(total(job, rank, "staged", "ops"), 48u) << job.communicators(rank);
     EXPECT_EQ(job.errors(rank), "");
   }
 }
@@ -128,7 +121,7 @@ TEST(DirectSpans, WhatAMoverCannotMapGoesAnotherWay) {
     Job job("bothWays", 2);
     job.oneNode().env("E2E_MEMORY", "mapped").env(1, "EMUCUDA_REFUSE_IPC_IN", "hoccl-mover");
     job.env(1, "EMUCUDA_REFUSE_IPC_OPEN", before).finish(60);
-    for (int rank : {0, 1}) EXPECT_EQ(operations(job, rank, "nccl"), 0u);
+    for (int rank : {0, 1}) EXPECT_EQ(total(job, rank, "nccl", "ops"), 0u);
   }
 }
 
@@ -151,7 +144,7 @@ TEST(DirectSpans, FewDescriptors) {
                     job.script("mover", "#!/bin/sh\nulimit -n 128\nexec '" E2E_MOVER "' \"$@\"\n"));
   job.argument("count", "27").env("E2E_MEMORY", "mapped").finish(60);
   for (int rank : {0, 1}) {
-    EXPECT_EQ(operations(job, rank, "nccl") + operations(job, rank, "app-copies"), 0u);
+    EXPECT_EQ(total(job, rank, "nccl", "ops") + total(job, rank, "app-copies", "ops"), 0u);
     EXPECT_EQ(job.errors(rank), "");
   }
 }

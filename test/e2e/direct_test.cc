@@ -7,29 +7,10 @@
 #include <string>
 
 #include "test/e2e/harness.h"
+#include "test/e2e/paths.h"
 
 namespace e2e {
 namespace {
-
-std::uint64_t total(const Job& job, int rank, const std::string& path, const char* what) {
-  std::uint64_t sum = 0;
-  for (const auto& comm : job.communicators(rank)) {
-    sum += comm["paths"][path][what].get<std::uint64_t>();
-  }
-  return sum;
-}
-
-/// All of it on that path, and NCCL has seen no send and no receive.
-void expectAll(const Job& job, int rank, const std::string& path, std::uint64_t ops) {
-  for (const char* each : {"direct", "staged", "app-copies", "nccl"}) {
-    EXPECT_EQ(total(job, rank, each, "ops"), each == path ? ops : 0u)
-        << each << " of rank " << rank << ": " << job.communicators(rank);
-    if (each != path) {
-      EXPECT_EQ(total(job, rank, each, "bytes"), 0u) << each;
-    }
-  }
-  EXPECT_EQ(job.callCount(rank, "ncclSend") + job.callCount(rank, "ncclRecv"), 0);
-}
 
 TEST(Direct, OddSizesAndOffsetsOneWay) {
   Job job("sizes", 2);
@@ -145,18 +126,6 @@ TEST(Direct, GpusThatDoNotReachEachOtherAreStaged) {
   Job job("bothWays", 2);
   job.oneNode().env("EMUCUDA_P2P", "0").finish();
   for (int rank : {0, 1}) expectAll(job, rank, "staged", 48);
-}
-
-/// Rule 13: nothing promises that a flag comes after bytes that are pushed over PCIe.
-TEST(Direct, Rule13OverPcieOnlyIfAskedFor) {
-  Job job("bothWays", 2);
-  job.oneNode().env("EMUCUDA_NVLINK", "0").finish();
-  Job asked("bothWays", 2);
-  asked.oneNode().env("EMUCUDA_NVLINK", "0").env("HOCCL_P2P", "2").finish();
-  for (int rank : {0, 1}) {
-    expectAll(job, rank, "staged", 48);
-    expectAll(asked, rank, "direct", 48);
-  }
 }
 
 /// The ring goes 0 → 1 → 2 → 0; GPUs 0 and 1 do not reach each other.

@@ -33,8 +33,9 @@ inline void copyOf(LaneDirection direction, const LaneJob& job) {
   auto* device = job.staging ? job.staging : reinterpret_cast<std::byte*>(job.device);
   if (direction == LaneDirection::ToHost) {
     std::memcpy(job.host, device, job.bytes);
-  } else if (direction == LaneDirection::ToPeer) {
-    std::memcpy(reinterpret_cast<std::byte*>(job.peer), device, job.bytes);
+  } else if (direction == LaneDirection::Peer) {
+    auto* peer = reinterpret_cast<std::byte*>(job.peer);
+    std::memcpy(job.fromPeer ? device : peer, job.fromPeer ? peer : device, job.bytes);
     peerCopies().fetch_add(1, std::memory_order_release);
   } else {
     std::memcpy(device, job.host, job.bytes);

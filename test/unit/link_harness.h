@@ -55,7 +55,7 @@ class End final : public LinkOwner {
       in_.lanes[i] = std::move(in);
     }
     for (std::unique_ptr<Lane>& lane : peer_.lanes) {
-      auto peer = std::make_unique<ManualLane>(LaneDirection::ToPeer);
+      auto peer = std::make_unique<ManualLane>(LaneDirection::Peer);
       lanes.push_back(peer.get());
       lane = std::move(peer);
     }
@@ -120,6 +120,10 @@ class End final : public LinkOwner {
   SharedLanes& inLanes() override { return in_; }
   SharedLanes& peerLanes() override { return peer_; }
   void movesDirectly(const Op&) override {}
+  void lent(Op&) override {}
+  void returned(Op&, bool) override {}
+  void borrow(Op&, const Message&) override {}
+  void refused(Op&) override {}
   bool mayGo(const Op&) override { return true; }
   void directCopyTook(std::uint64_t, std::uint64_t) override {}
   FlagWrite finishWrite(const Op&) override { return {}; }

@@ -58,6 +58,7 @@ class TestMover {
     std::uint32_t laneDepth = 4;
     std::uint32_t importCache = 1024;
     std::uint64_t importIdleMs = 0;
+    std::uint64_t p2p = 1;
     bool startLoop = true;
     std::uint32_t seed = 1;
   };
@@ -83,6 +84,7 @@ class TestMover {
     config.laneDepth = options.laneDepth;
     config.importCache = options.importCache;
     config.importIdleMs = options.importIdleMs;
+    config.p2p = options.p2p;
     config.timeoutMs = 5000;
     check(SharedMemory::create("hoccl-test", Segment::bytesFor(options.launchSlots), &memory_));
     segment = Segment::create(memory_.data(), options.launchSlots);
@@ -110,7 +112,7 @@ class TestMover {
     for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
       d.out[i] = engines.lane(LaneDirection::ToHost);
       d.in[i] = engines.lane(LaneDirection::ToDevice);
-      d.peer[i] = engines.lane(LaneDirection::ToPeer);
+      d.peer[i] = engines.lane(LaneDirection::Peer);
     }
     engines.start();
     loop_ = std::make_unique<MoverLoop>(std::move(d), config);

@@ -35,7 +35,7 @@ void peerStops(const Rank& rank) {
   awaitStream(stream, "one transfer");
   rank.postMine("moved");
   rank.await("stopped");
-  if (rank.rank == 1) {
+  if (rank.rank == std::stoi(rank.argument("frees", "1"))) {
     const auto began = Clock::now();
     REQUIRE_CU(free(memory));
     REQUIRE(Clock::now() - began < std::chrono::seconds(5), "the free took too long");
@@ -68,6 +68,44 @@ void peerDies(const Rank& rank) {
   const auto began = Clock::now();
   REQUIRE_NCCL(nccl().ncclCommAbort(comm));
   REQUIRE(Clock::now() - began < std::chrono::seconds(5), "the abort took too long");
+}
+
+/// Rank 0 aborts while rank 1's GPU reads from its buffer, and overwrites that behind the send:
+/// what rank 1 takes for received are the send's bytes.
+void abortSendMidCopy(const Rank& rank) {
+  constexpr std::size_t kBytes = 32 << 20;
+  for (int round = 0; round < 4; ++round) {
+    const std::string name = "abort" + std::to_string(round);
+    ncclComm_t comm = rank.communicator(name);
+    CUstream stream = newStream();
+    Buffer buffer(kBytes, 3);
+    if (rank.rank == 0) {
+      buffer.fill(7, stream);
+    } else {
+      buffer.poison(stream);
+    }
+    awaitStream(stream, "prepared");
+    rank.barrier(name);
+    if (rank.rank == 0) {
+      REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 1, comm, stream));
+      ::usleep(static_cast<useconds_t>(10'000 * round));
+      REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+      comm = nullptr;
+      buffer.poison(stream);
+      awaitStream(stream, "an aborted send");
+    } else {
+      REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
+      awaitStream(stream, "a receive whose sender aborts", 20000);
+      ncclResult_t state = ncclSuccess;
+      REQUIRE_NCCL(nccl().ncclCommGetAsyncError(comm, &state));
+      buffer.fetch(stream);
+      awaitStream(stream, "fetched");
+      if (state == ncclSuccess) buffer.requirePattern(7, "a receive without an error");
+      say("round" + std::to_string(round), state == ncclSuccess ? "received" : "failed");
+    }
+    rank.barrier("over" + name);
+    if (comm) REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+  }
 }
 
 /// Rank 1 aborts while rank 0's GPU writes into its buffer. Behind the receive its stream poisons
@@ -107,28 +145,27 @@ void abortMidCopy(const Rank& rank) {
   }
 }
 
-/// Rank 0 sends into eight allocations of rank 1. Its mover maps its own buffer first and then one
-/// after the other of rank 1's, until the emulated driver refuses.
+/// Rank 0 sends from one allocation into eight of rank 1, or (`many` 0) from eight into one. The
+/// mover of the other rank maps its own buffer first and then one after the other of those, until
+/// the emulated driver refuses.
 void refusedImports(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream stream = newStream();
   constexpr std::size_t kBytes = 200003;
-  if (rank.rank == 0) {
-    Buffer buffer(kBytes, 1);
-    for (std::uint64_t n = 0; n < 8; ++n) {
+  const bool many = rank.rank == std::stoi(rank.argument("many", "1"));
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  for (std::uint64_t n = 0; n < 8; ++n) {
+    if (many || n == 0) buffers.push_back(std::make_unique<Buffer>(kBytes, 3));
+    Buffer& buffer = *buffers.back();
+    if (rank.rank == 0) {
       buffer.fill(seedOf(0, n), stream);
       REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 1, comm, stream));
-      awaitStream(stream, "a send into memory that may be refused");
-    }
-  } else {
-    std::vector<std::unique_ptr<Buffer>> buffers;
-    for (std::uint64_t n = 0; n < 8; ++n) {
-      buffers.push_back(std::make_unique<Buffer>(kBytes, 3));
-      Buffer& buffer = *buffers.back();
+      awaitStream(stream, "a send of which memory may be refused");
+    } else {
       buffer.poison(stream);
       REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
       buffer.fetch(stream);
-      awaitStream(stream, "a receive into memory that may be refused");
+      awaitStream(stream, "a receive of which memory may be refused");
       buffer.requirePattern(seedOf(0, n), fmt::format("allocation {}", n));
     }
   }
@@ -144,6 +181,7 @@ const std::vector<Scenario> kDirectScenarios = {
     {"directPeerStops", peerStops},
     {"directPeerDies", peerDies},
     {"directAbortMidCopy", abortMidCopy},
+    {"directAbortSendMidCopy", abortSendMidCopy},
 };
 
 }  // namespace e2e
