@@ -19,6 +19,11 @@ void userSide(const Op& op, std::uint64_t offset, LaneJob* job) {
   }
 }
 
+/// An in-slot that goes on by flags alone.
+bool underWay(const Chunk& chunk) {
+  return chunk.state == ChunkState::Copying || chunk.state == ChunkState::Copied;
+}
+
 }  // namespace
 
 /// The conditions and actions of the chunk state machines.
@@ -141,18 +146,28 @@ struct ChunkRules {
     c.place.credit->set(c.turn);
     --c.link->inBusy_;
   }
-  /// What is pulled has to be the send's, and no newer bytes: if the sender's mover dies, its
-  /// application goes on, and may write into the buffer while it is being copied from.
-  static bool held(const Chunk& c) {
-    return c.way != Way::Pulled || c.place.ready->reached(c.turn);
-  }
   static bool copiedIn(const Chunk& c) {
-    return c.place.credit->reached(c.turn) &&
-           (held(c) || !c.op || c.op->failed || c.link->peerAbandoned_);
+    return c.way != Way::Pulled && c.place.credit->reached(c.turn);
   }
   static void countCopiedIn(Chunk& c) {
+    leaveLane(c);
+    --c.link->inBusy_;
+    if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
+  }
+  static bool pulled(const Chunk& c) {
+    return c.way == Way::Pulled && c.place.credit->reached(c.turn);
+  }
+  static void leaveLane(Chunk& c) {
     --c.link->inLanesOf(c).inFlight;
     --c.link->inCopying_;
+  }
+  /// What is pulled has to be the send's, and no newer bytes: if the sender's mover dies, its
+  /// application goes on, and may write into the buffer while it is being copied from.
+  static bool held(const Chunk& c) { return c.place.ready->reached(c.turn); }
+  static bool settled(const Chunk& c) {
+    return held(c) || !c.op || c.op->failed || c.link->peerAbandoned_;
+  }
+  static void takePulled(Chunk& c) {
     --c.link->inBusy_;
     Op* op = std::exchange(c.op, nullptr);
     if (op) c.link->owner_->copyEnded(*op, held(c) ? c.length : 0);
@@ -178,6 +193,8 @@ constexpr Rule kInRules[] = {
     {ChunkState::Announced, ChunkState::Copying, ChunkRules::mayCopyIn, ChunkRules::copyIn},
     {ChunkState::Announced, ChunkState::Idle, ChunkRules::unwanted, ChunkRules::giveBack},
     {ChunkState::Copying, ChunkState::Idle, ChunkRules::copiedIn, ChunkRules::countCopiedIn},
+    {ChunkState::Copying, ChunkState::Copied, ChunkRules::pulled, ChunkRules::leaveLane},
+    {ChunkState::Copied, ChunkState::Idle, ChunkRules::settled, ChunkRules::takePulled},
 };
 
 }  // namespace
@@ -275,7 +292,7 @@ bool Link::announce(const Message& message) {
   if (message.slot >= in_.size()) return false;
   Chunk& chunk = in_[message.slot];
   // The sender reuses a slot on seeing the credit, which this side may not have looked at yet.
-  if (chunk.state == ChunkState::Copying) advance(kInRules, chunk);
+  if (underWay(chunk)) advance(kInRules, chunk);
   if (chunk.state != ChunkState::Idle || message.turn <= chunk.turn) return false;
   const Way way = message.type == MessageType::Direct ? Way::Pushed
                   : message.type == MessageType::Pull ? Way::Pulled
@@ -500,7 +517,7 @@ bool Link::progress() {
     announced_.resize(kept);
     for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
       for (Chunk& chunk : *chunks) {
-        if (chunk.state == ChunkState::Copying) moved |= advance(kInRules, chunk);
+        if (underWay(chunk)) moved |= advance(kInRules, chunk);
       }
     }
   }
@@ -513,7 +530,7 @@ void Link::abandonPeer(std::vector<Op*>* torn) {
   std::vector<Op*> tornDirect;
   for (Chunk& chunk : in_) {
     // What is being pulled, too, may be newer bytes than the send's; that ends with its copy.
-    const bool pulling = chunk.state == ChunkState::Copying && chunk.way == Way::Pulled;
+    const bool pulling = underWay(chunk) && chunk.way == Way::Pulled;
     if ((chunk.state != ChunkState::Announced && !pulling) ||
         chunk.place.ready->reached(chunk.turn)) {
       continue;

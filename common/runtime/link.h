@@ -21,6 +21,7 @@ enum class ChunkState : std::uint8_t {
   Idle,
   Announced,   ///< in: bytes are on their way into the slot, as the peer says, or this side's send
   Copying,     ///< a copy engine is at work
+  Copied,      ///< in: has been pulled; waits until the sender says that it has held the bytes
   Sending,     ///< out, slots not shared: waits until the transport takes the write
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
   Lent,        ///< out: the peer copies from the send's buffer; waits for its credit
