@@ -320,6 +320,7 @@ bool Link::announce(const Message& message) {
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
     case Claim::Ready:
+      if (length > message.bytes - chunk.op->announced) return false;  // twice
       if (way == Way::Pushed) {
         if (!chunk.op->offered) return false;
         ++chunk.op->copiesInFlight;
