@@ -19,11 +19,6 @@ void userSide(const Op& op, std::uint64_t offset, LaneJob* job) {
   }
 }
 
-/// An in-slot that goes on by flags alone.
-bool underWay(const Chunk& chunk) {
-  return chunk.state == ChunkState::Copying || chunk.state == ChunkState::Copied;
-}
-
 }  // namespace
 
 /// The conditions and actions of the chunk state machines.
@@ -125,7 +120,7 @@ struct ChunkRules {
         job.host = c.place.data;
       }
       // `finish` first: once the slot's flag shows, nothing of this operation is still to be
-      // written. Not of one that is pulled: see copiedIn.
+      // written. Not of one that is pulled: see `held`.
       if (c.length == c.op->descriptor.bytes) job.writes[0] = link.owner_->finishWrite(*c.op);
     }
     job.writes[1] = {link.registration_.deviceAddress(*c.place.credit), c.turn};
@@ -151,26 +146,31 @@ struct ChunkRules {
   }
   static void countCopiedIn(Chunk& c) {
     leaveLane(c);
-    --c.link->inBusy_;
-    if (Op* op = std::exchange(c.op, nullptr)) c.link->owner_->copyEnded(*op, c.length);
+    endCopyIn(c, c.length);
   }
   static bool pulled(const Chunk& c) {
     return c.way == Way::Pulled && c.place.credit->reached(c.turn);
   }
+  /// Whatever the sender's mover does now: it may be stopped, and others need the lane (rule 7).
   static void leaveLane(Chunk& c) {
     --c.link->inLanesOf(c).inFlight;
     --c.link->inCopying_;
   }
   /// What is pulled has to be the send's, and no newer bytes: if the sender's mover dies, its
-  /// application goes on, and may write into the buffer while it is being copied from.
-  static bool held(const Chunk& c) { return c.place.ready->reached(c.turn); }
+  /// application goes on, and may write into the buffer while it is being copied from. A greater
+  /// value says nothing: a sender that has given the loan up uses the slot again, and sets `ready`
+  /// for that. It has told why before, so that `announce` knows.
+  static bool held(const Chunk& c) {
+    return c.place.ready->value.load(std::memory_order_acquire) == c.turn;
+  }
   static bool settled(const Chunk& c) {
     return held(c) || !c.op || c.op->failed || c.link->peerAbandoned_;
   }
-  static void takePulled(Chunk& c) {
+  static void endPull(Chunk& c) { endCopyIn(c, held(c) ? c.length : 0); }
+  static void endCopyIn(Chunk& c, std::uint64_t bytes) {
     --c.link->inBusy_;
     Op* op = std::exchange(c.op, nullptr);
-    if (op) c.link->owner_->copyEnded(*op, held(c) ? c.length : 0);
+    if (op) c.link->owner_->copyEnded(*op, bytes);
   }
 };
 
@@ -194,7 +194,7 @@ constexpr Rule kInRules[] = {
     {ChunkState::Announced, ChunkState::Idle, ChunkRules::unwanted, ChunkRules::giveBack},
     {ChunkState::Copying, ChunkState::Idle, ChunkRules::copiedIn, ChunkRules::countCopiedIn},
     {ChunkState::Copying, ChunkState::Copied, ChunkRules::pulled, ChunkRules::leaveLane},
-    {ChunkState::Copied, ChunkState::Idle, ChunkRules::settled, ChunkRules::takePulled},
+    {ChunkState::Copied, ChunkState::Idle, ChunkRules::settled, ChunkRules::endPull},
 };
 
 }  // namespace
@@ -292,7 +292,12 @@ bool Link::announce(const Message& message) {
   if (message.slot >= in_.size()) return false;
   Chunk& chunk = in_[message.slot];
   // The sender reuses a slot on seeing the credit, which this side may not have looked at yet.
-  if (underWay(chunk)) advance(kInRules, chunk);
+  if (chunk.inMoves()) advance(kInRules, chunk);
+  if (chunk.state == ChunkState::Copied && chunk.place.ready->reached(chunk.turn)) {
+    // Not given up: its failure would have come before this message.
+    chunk.state = ChunkState::Idle;
+    ChunkRules::endCopyIn(chunk, chunk.length);
+  }
   if (chunk.state != ChunkState::Idle || message.turn <= chunk.turn) return false;
   const Way way = message.type == MessageType::Direct ? Way::Pushed
                   : message.type == MessageType::Pull ? Way::Pulled
@@ -315,6 +320,7 @@ bool Link::announce(const Message& message) {
   chunk.op = nullptr;
   switch (owner_->claim(message, &chunk.op)) {
     case Claim::Ready:
+      if (length > message.bytes - chunk.op->announced) return false;  // twice
       if (way == Way::Pushed) {
         if (!chunk.op->offered) return false;
         ++chunk.op->copiesInFlight;
@@ -517,7 +523,7 @@ bool Link::progress() {
     announced_.resize(kept);
     for (std::vector<Chunk>* chunks : {&in_, &mirrors_}) {
       for (Chunk& chunk : *chunks) {
-        if (underWay(chunk)) moved |= advance(kInRules, chunk);
+        if (chunk.inMoves()) moved |= advance(kInRules, chunk);
       }
     }
   }
@@ -530,11 +536,11 @@ void Link::abandonPeer(std::vector<Op*>* torn) {
   std::vector<Op*> tornDirect;
   for (Chunk& chunk : in_) {
     // What is being pulled, too, may be newer bytes than the send's; that ends with its copy.
-    const bool pulling = underWay(chunk) && chunk.way == Way::Pulled;
-    if ((chunk.state != ChunkState::Announced && !pulling) ||
-        chunk.place.ready->reached(chunk.turn)) {
-      continue;
-    }
+    const bool pulling = chunk.inMoves() && chunk.way == Way::Pulled;
+    if (chunk.state != ChunkState::Announced && !pulling) continue;
+    const bool whole = chunk.way == Way::Pulled ? pulling && ChunkRules::held(chunk)
+                                                : chunk.place.ready->reached(chunk.turn);
+    if (whole) continue;
     if (chunk.op && !chunk.op->failed) torn->push_back(chunk.op);
     if (std::exchange(chunk.early, false)) --early_;
     if (chunk.way != Way::Pushed || !chunk.op) continue;

@@ -21,7 +21,7 @@ enum class ChunkState : std::uint8_t {
   Idle,
   Announced,   ///< in: bytes are on their way into the slot, as the peer says, or this side's send
   Copying,     ///< a copy engine is at work
-  Copied,      ///< in: has been pulled; waits until the sender says that it has held the bytes
+  Copied,      ///< in, pulled: that has ended; waits for the sender's word that the bytes were held
   Sending,     ///< out, slots not shared: waits until the transport takes the write
   HandedOver,  ///< out: the bytes are the peer's; waits for its credit
   Lent,        ///< out: the peer copies from the send's buffer; waits for its credit
@@ -29,9 +29,9 @@ enum class ChunkState : std::uint8_t {
 
 /// A direct copy takes a slot as well, for its flags. One that is pushed: an out-slot here goes the
 /// way of any other, and at the peer an in-slot goes from Announced to Idle when the bytes are in
-/// the receiver's buffer. One that is pulled: an in-slot goes the way of any other, and the
-/// out-slot goes Idle → Lent → Idle. There `ready` comes last: the sender has held the bytes until
-/// their copy had ended.
+/// the receiver's buffer. One that is pulled: an in-slot goes Idle → Announced → Copying → Copied →
+/// Idle, and the out-slot Idle → Lent → Idle. There `ready` comes last: the sender has held the
+/// bytes until their copy had ended.
 enum class Way : std::uint8_t { ThroughSlot, Pushed, Pulled };
 
 struct Chunk {
@@ -51,6 +51,10 @@ struct Chunk {
   /// nobody wants them any more.
   bool early = false;
   Message announcement{};  ///< in
+  /// In: its copy has been submitted.
+  [[nodiscard]] bool inMoves() const {
+    return state == ChunkState::Copying || state == ChunkState::Copied;
+  }
   /// Out: how long it takes matters for turns.
   [[nodiscard]] bool timed() const {
     return way != Way::ThroughSlot && length >= Turns::kLeastBytes;
@@ -162,8 +166,11 @@ class Link {
   [[nodiscard]] bool copying() const { return outCopying_ + inCopying_ > 0; }
   /// The peer's direct copies, into or out of this side's buffers, that are under way.
   [[nodiscard]] bool peerCopies() const { return incoming_ + lent_ > 0; }
-  /// There are such copies, or bytes here that somebody is still to have.
-  [[nodiscard]] bool needed() const { return outCopying_ + inBusy_ > 0; }
+  /// There are such copies, or bytes here that somebody is still to have, or a send whose end has
+  /// not been seen.
+  [[nodiscard]] bool needed() const { return outCopying_ + inBusy_ + lent_ > 0; }
+  /// The peer is to say what becomes of something that is lent to it.
+  [[nodiscard]] bool lends() const { return lent_ > 0; }
   [[nodiscard]] bool holdsEarly() const { return early_ > 0; }
   /// The peer is gone: takes back what it will never use.
   /// Adds the receives whose bytes were on their way and will not come.

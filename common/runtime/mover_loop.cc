@@ -550,7 +550,7 @@ void MoverLoop::failOp(Op* op) {
   op->failed = true;
   if (op->link) op->link->forget(op);
   if (op->lent || awaitsPeer(*op)) {
-    noteUnsettled();
+    ++unsettled_;  // settleOverdue
     return;
   }
   op->offered = false;

@@ -56,7 +56,8 @@ struct Communicator {
   std::uint32_t loneSends = 0;  ///< of all pairs
   std::uint32_t closesAsked = 0;
   bool failed = false;
-  FailReason reason{};  ///< why, as its peers are told
+  std::uint64_t settleByNs = 0;  ///< failed: until when its operations wait for their peers
+  FailReason reason{};           ///< why, as its peers are told
 };
 
 /// The paper's CPU proxy: one thread that takes operations from the segment, moves their chunks
@@ -170,7 +171,6 @@ class MoverLoop final : public LinkOwner {
   void onForgotten(Link& link, const Message& message);
   void releaseHolds(Link& link);
   [[nodiscard]] bool awaitsPeer(const Op& op) const;
-  void noteUnsettled();
   void settle(Communicator& communicator, std::int32_t peer);
   void settleOverdue();
   void giveUpLent(Communicator& communicator, std::int32_t peer);
@@ -205,7 +205,6 @@ class MoverLoop final : public LinkOwner {
   /// Operations that have failed and wait for their peer: receives, for its word; sends, for what
   /// is lent.
   std::uint32_t unsettled_ = 0;
-  std::uint64_t settleByNs_ = 0;
   bool toldStaged_ = false;              ///< that some memory of peers cannot be mapped
   bool abandoned_ = false;               ///< a dead peer's link is still there
   bool leaving_ = false;                 ///< and has a copy in flight

@@ -370,11 +370,6 @@ bool MoverLoop::awaitsPeer(const Op& op) const {
   return !op.communicator->pairs[static_cast<std::size_t>(op.descriptor.peer)].quiet;
 }
 
-void MoverLoop::noteUnsettled() {
-  // Less than the application waits for the end of an abort.
-  if (unsettled_++ == 0) settleByNs_ = monotonicNs() + timeoutNs_ / 2;
-}
-
 /// No copy of that peer that is not announced will be made any more.
 void MoverLoop::settle(Communicator& communicator, std::int32_t peer) {
   Communicator::Pair& pair = communicator.pairs[static_cast<std::size_t>(peer)];
@@ -392,9 +387,9 @@ void MoverLoop::settle(Communicator& communicator, std::int32_t peer) {
 }
 
 void MoverLoop::settleOverdue() {
-  if (monotonicNs() < settleByNs_) return;
+  const std::uint64_t now = monotonicNs();
   for (auto& communicator : communicators_) {
-    if (!communicator || !communicator->failed) continue;
+    if (!communicator || !communicator->failed || now < communicator->settleByNs) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
       bool waits = false;
       const auto look = [&](const PairWindow::Entry& entry) {

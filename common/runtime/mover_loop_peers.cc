@@ -254,6 +254,9 @@ void MoverLoop::onFailed(Link& link, const Message& message) {
     answer.source = message.destination;
     answer.destination = message.source;
     link.send(answer);
+    // With nothing left to do there it may have gone to sleep before what has been lent to it in
+    // the meantime came.
+    if (link.lends()) link.connection()->nudge();
   }
   if (!communicator || message.source < 0 ||
       static_cast<std::size_t>(message.source) >= communicator->pairs.size()) {
@@ -358,6 +361,8 @@ void MoverLoop::pairEnded(Communicator& communicator, std::int32_t peer, bool ta
 void MoverLoop::failCommunicator(Communicator& communicator, Code code, const std::string& text) {
   if (communicator.failed) return;
   communicator.failed = true;
+  // Less than the application waits for the end of an abort.
+  communicator.settleByNs = monotonicNs() + timeoutNs_ / 2;
   CommunicatorRecord& record = *communicator.record;
   if (code != Code::Aborted) {
     logError("rank {} of communicator {:016x}: {}", communicator.info.rank, communicator.info.id,

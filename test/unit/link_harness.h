@@ -34,6 +34,10 @@ struct Edges {
   std::uint64_t unwanted = 0;        // in:  Announced → Idle
   std::uint64_t copiedIn = 0;        // in:  Copying → Idle
   std::uint64_t mirrored = 0;        // the same of mirror slots
+  // What is lent (Pull), which the edges above do not count.
+  std::uint64_t lent = 0;      // out: Idle → Lent
+  std::uint64_t returned = 0;  // out: Lent → Idle, read
+  std::uint64_t refused = 0;   // in:  Announced → Idle; out: Lent → Idle
 };
 
 /// One end: a link with the mover around it reduced to what the link asks for.
@@ -43,6 +47,7 @@ class End final : public LinkOwner {
       : wire_(wire),
         side_(side),
         edges_(edges),
+        rng_(static_cast<std::uint32_t>(side) + 11),
         link(this, {0, static_cast<std::uint64_t>(2 - side)}) {
     out_.depth = in_.depth = peer_.depth = depth;
     for (std::size_t i = 0; i < SharedLanes::kCount; ++i) {
@@ -75,12 +80,21 @@ class End final : public LinkOwner {
       link.startSend(op);
     } else {
       receives[sequence] = op;
+      op->pulls = true;
       Message ready{};
       ready.type = MessageType::Ready;
       address(*op, &ready);
       link.send(ready);
       link.startReceive(op);
     }
+    return op;
+  }
+  /// A send that is lent once its receiver is ready.
+  Op* lend(std::uint64_t sequence, DeviceBuffer& buffer) {
+    Op* op = make(OpKind::Send, sequence, buffer);
+    op->route = Op::Route::Lent;
+    sends[sequence] = op;
+    if (readyBefore_.count(sequence)) startLoan(op);
     return op;
   }
   /// Ends an operation early, as an abort does.
@@ -100,7 +114,17 @@ class End final : public LinkOwner {
       if (message.type == MessageType::Ready) {
         readyBefore_.insert(message.pairSequence);
         auto send = sends.find(message.pairSequence);
-        if (send != sends.end()) send->second->matched = true;
+        if (send == sends.end()) continue;
+        if (send->second->route == Op::Route::Lent && !send->second->matched) {
+          startLoan(send->second);
+        }
+        send->second->matched = true;
+      } else if (message.type == MessageType::Pull) {
+        ASSERT_TRUE(link.announce(message)) << "slot " << message.slot << " turn " << message.turn;
+        ++edges_->lent;
+      } else if (message.type == MessageType::Refused) {
+        ASSERT_TRUE(link.takeBack(message)) << "slot " << message.slot << " turn " << message.turn;
+        ++edges_->refused;
       } else {
         ASSERT_EQ(message.type, MessageType::Chunk);
         ASSERT_GE(message.length, kMinChunkBytes);
@@ -108,9 +132,14 @@ class End final : public LinkOwner {
         ++edges_->announced;
       }
     }
+    for (auto& import : imports_) {
+      if (import->state != PeerImport::State::Pending || !chance(rng_, 0.1)) continue;
+      import->state = chance(rng_, refuses) ? PeerImport::State::Failed : PeerImport::State::Ready;
+    }
     (void)link.progress();
     EXPECT_LE(out_.inFlight, out_.depth);
     EXPECT_LE(in_.inFlight, in_.depth);
+    EXPECT_LE(peer_.inFlight, peer_.depth);
   }
   std::uint64_t copiesIn() const { return submittedTo(inLanes_); }
   std::uint64_t copiesOut() const { return submittedTo(lanes) - copiesIn(); }
@@ -120,10 +149,28 @@ class End final : public LinkOwner {
   SharedLanes& inLanes() override { return in_; }
   SharedLanes& peerLanes() override { return peer_; }
   void movesDirectly(const Op&) override {}
-  void lent(Op&) override {}
-  void returned(Op&, bool) override {}
-  void borrow(Op&, const Message&) override {}
-  void refused(Op&) override {}
+  void lent(Op& op) override { op.lent = true; }
+  void returned(Op& op, bool read) override {
+    op.lent = false;
+    --op.copiesInFlight;
+    if (read) {
+      op.done += op.descriptor.bytes;
+      ++edges_->returned;
+    } else if (!op.failed) {
+      op.issued = 0;
+      op.route = Op::Route::Staged;
+      link.startSend(&op);
+    }
+  }
+  void borrow(Op& op, const Message& message) override {
+    EXPECT_EQ(message.length, op.descriptor.pairSequence + 1);
+    if (chance(rng_, refuses / 2)) return;  // out of reach at once
+    imports_.push_back(std::make_unique<PeerImport>());
+    op.target = imports_.back().get();
+    op.target->address = kImportedAt;
+    op.target->state = PeerImport::State::Pending;
+  }
+  void refused(Op& op) override { op.target = nullptr; }
   bool mayGo(const Op&) override { return true; }
   void directCopyTook(std::uint64_t, std::uint64_t) override {}
   FlagWrite finishWrite(const Op&) override { return {}; }
@@ -139,6 +186,8 @@ class End final : public LinkOwner {
     op.done += bytes;
     if (op.send()) {
       ++(wire_->settings.shared ? edges_->copiedShared : edges_->copiedUnshared);
+    } else if (op.target) {
+      op.target = nullptr;
     } else {
       ++(op.mirror() ? edges_->mirrored : edges_->copiedIn);
     }
@@ -163,9 +212,15 @@ class End final : public LinkOwner {
     op->descriptor.kind = kind;
     op->descriptor.bytes = buffer.bytes();
     op->descriptor.pairSequence = sequence;
+    op->descriptor.buffer.allocationId = sequence + 1;
+    op->descriptor.buffer.offset = buffer.address() - kImportedAt;
     op->address = buffer.address();
     op->link = &link;
     return op;
+  }
+  void startLoan(Op* op) {
+    op->matched = true;
+    link.startSend(op);
   }
   static std::uint64_t submittedTo(const std::vector<ManualLane*>& lanes) {
     std::uint64_t sum = 0;
@@ -178,6 +233,9 @@ class End final : public LinkOwner {
   Edges* edges_;
   SharedLanes out_, in_, peer_;
   std::vector<ManualLane*> inLanes_;
+  static constexpr CUdeviceptr kImportedAt = 0x1000;
+  Rng rng_;
+  std::vector<std::unique_ptr<PeerImport>> imports_;
   std::vector<std::unique_ptr<Op>> ops_;
   std::set<std::uint64_t> readyBefore_;
 
@@ -187,6 +245,7 @@ class End final : public LinkOwner {
   std::map<std::uint64_t, Op*> sends, receives;
   std::set<std::uint64_t> over;
   std::vector<std::string> fatals;
+  double refuses = 0;  ///< how often what is lent cannot be mapped here
 };
 
 /// Both ends and the wire, driven round by round in random order.

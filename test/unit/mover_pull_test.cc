@@ -2,6 +2,7 @@
 // one with a peer that the test plays.
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -359,6 +360,51 @@ TEST(Pull, AReceiverThatFailsBeforeItHasReadFailsTheSend) {
   ASSERT_TRUE(s.peer.send(pull));
   ASSERT_TRUE(s.mover.waitFor(ticket));
   EXPECT_EQ(s.mover.code(0), Code::Remote);
+}
+
+/// One that has aborted and has nothing left to do sleeps, and looks at no message until it is
+/// woken: what was lent to it in the meantime would stay so for ever.
+TEST(Pull, Rule9AReceiverThatHasFailedIsWokenForWhatIsLentToIt) {
+  ScriptedNeighbour s;
+  DeviceBuffer from(kBytes);
+  Message pull{};
+  const Ticket ticket = s.lent(from, &pull);
+  ::usleep(kSettleMs * 1000);
+  s.peer.connection->watch();  // takes the nudges so far
+  pollfd bell{s.peer.connection->watchFd(), POLLIN, 0};
+  ASSERT_EQ(::poll(&bell, 1, 0), 0);
+  ASSERT_TRUE(s.peer.send(ScriptedNeighbour::failed(FailReason::Aborted)));
+  EXPECT_EQ(::poll(&bell, 1, 2000), 1) << "it sleeps on";
+  pull.type = MessageType::Refused;
+  pull.offset = 0;
+  ASSERT_TRUE(s.peer.send(pull));
+  EXPECT_TRUE(s.mover.waitFor(ticket));
+}
+
+/// How long an earlier failure has waited for the peer is not taken off a later one's time.
+TEST(Pull, Rule9EachCommunicatorWaitsForItself) {
+  ScriptedNeighbour s;
+  constexpr std::uint64_t kOther = kId + 1;
+  ASSERT_TRUE(s.mover.addCommunicator(
+      1, kOther, 0, {inReach(s.mover.place("hostA", 1)), inReach(s.peer.place("hostA", 2))}));
+  DeviceBuffer from(kBytes), later(kBytes);
+  Message pull{}, ready{};
+  const Ticket first = s.lent(from, &pull);
+  const Ticket second = s.mover.launch({sendTo(1, 0, later, 1)});
+  ready = ScriptedNeighbour::message(MessageType::Ready, 0);
+  ready.communicator = kOther;
+  ready.slot = 1;
+  ASSERT_TRUE(s.peer.send(ready));
+  ASSERT_TRUE(s.peer.receive(MessageType::Pull, &pull));
+  ASSERT_EQ(pull.communicator, kOther);
+  s.mover.end(0, OpKind::Abort);
+  ::usleep(1'500'000);
+  s.mover.end(1, OpKind::Abort);
+  ASSERT_TRUE(s.mover.waitFor(first, 2500));
+  EXPECT_FALSE(s.mover.waitFor(second, 500)) << "it has waited for less than half of its time";
+  s.slotOf(pull).credit->set(pull.turn);
+  ASSERT_TRUE(s.mover.waitFor(second, 500));
+  EXPECT_TRUE(s.slotOf(pull).ready->reached(pull.turn)) << "the bytes have been held";
 }
 
 // --- The receiver's end (rule 9) -----------------------------------------------------------------

@@ -65,6 +65,6 @@ extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupS
     kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
     kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios,
-    kThresholdScenarios, kGroupEndScenarios, kThresholdStormScenarios;
+    kThresholdScenarios, kGroupEndScenarios, kThresholdStormScenarios, kPeerStormScenarios;
 
 }  // namespace e2e
