@@ -391,7 +391,7 @@ TEST(Pull, Rule9EachCommunicatorWaitsForItself) {
   Message pull{}, ready{};
   const Ticket first = s.lent(from, &pull);
   const Ticket second = s.mover.launch({sendTo(1, 0, later, 1)});
-  ready = ScriptedNeighbour::message(MessageType::Ready, 0);
+  ready = messageOf(MessageType::Ready, 0);
   ready.communicator = kOther;
   ready.slot = 1;
   ASSERT_TRUE(s.peer.send(ready));
