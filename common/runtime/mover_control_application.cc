@@ -146,9 +146,14 @@ Status MoverControl::addSpan(const void* data, std::size_t bytes, std::vector<Un
 }
 
 /// How bytes go between this GPU and that one of the node. `why`: if not over NVLink.
-Reach MoverControl::reachOf(const std::string& gpuUuid, std::string* why) const {
+Reach MoverControl::reachOf(const std::string& gpuUuid, std::string* why) {
   const Reach near = pullAlways_ ? Reach::Pull : Reach::Push;
   if (gpuUuid.empty()) return near;
+  if (p2pLimit().level == P2pLevel::Loc) {
+    *why = fmt::format("{} says that GPUs do not copy to each other (HOCCL_P2P=1 is ahead of it)",
+                       p2pLimit().from);
+    return Reach::None;
+  }
   CUdevice peer = 0;
   if (!deviceByUuid(driver_, gpuUuid, &peer)) {
     *why = fmt::format("the mover does not see {}", gpuUuid);
@@ -166,8 +171,33 @@ Reach MoverControl::reachOf(const std::string& gpuUuid, std::string* why) const 
   // Links with native atomics are NVLink.
   if (!ask(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, &atomics)) atomics = 0;
   if (atomics) return near;
-  *why = fmt::format("this GPU reaches {} over PCIe", gpuUuid);
-  return pushOverPcie_ ? Reach::Push : Reach::Pull;
+  const P2pLevel distance = distanceTo(peer), most = p2pLimit().level;
+  *why = fmt::format("this GPU reaches {} over PCIe ({})", gpuUuid, p2pLevelName(distance));
+  if (pushOverPcie_) return Reach::Push;
+  if (pullAlways_ || distance <= most) return Reach::Pull;
+  *why +=
+      fmt::format("; {} allows {} at most (NCCL_P2P_LEVEL={} would allow it, see docs/direct.md)",
+                  p2pLimit().from.empty() ? "NCCL's rule" : p2pLimit().from, p2pLevelName(most),
+                  p2pLevelName(distance));
+  return Reach::None;
+}
+
+const P2pLimit& MoverControl::p2pLimit() {
+  int gpus = 0;
+  if (!p2pLimit_) {
+    if (driver_->cuDeviceGetCount(&gpus) != CUDA_SUCCESS) gpus = 0;
+    p2pLimit_ = hoccl::p2pLimit(gpus);
+  }
+  return *p2pLimit_;
+}
+
+P2pLevel MoverControl::distanceTo(CUdevice peer) const {
+  char own[32] = {}, other[32] = {};
+  if (driver_->cuDeviceGetPCIBusId(own, sizeof own, device_) != CUDA_SUCCESS ||
+      driver_->cuDeviceGetPCIBusId(other, sizeof other, peer) != CUDA_SUCCESS) {
+    return P2pLevel::Sys;
+  }
+  return pciDistance(own, other);
 }
 
 Status MoverControl::addCommunicator(const void* data, std::size_t bytes,
