@@ -55,12 +55,12 @@ TEST(Pull, OneSlotAndOneCopyAtATime) {
   for (int rank : {0, 1}) expectAll(job, rank, "direct", 48);
 }
 
-/// By default no farther than NCCL would.
+/// Farther than NCCL is told to go (by default it is PXB, but for AMD CPUs).
 TEST(Pull, GpusThatAreFarApartAreStaged) {
   Job job("bothWays", 2);
-  overPcie(job).env("NCCL_P2P_LEVEL", "").env("HOCCL_LOG", "info").finish();
+  overPcie(job).env("NCCL_P2P_LEVEL", "PXB").env("HOCCL_LOG", "info").finish();
   Job forced("bothWays", 2);
-  overPcie(forced).env("NCCL_P2P_LEVEL", "").env("HOCCL_P2P", "3").finish();
+  overPcie(forced).env("NCCL_P2P_LEVEL", "PXB").env("HOCCL_P2P", "3").finish();
   for (int rank : {0, 1}) {
     expectAll(job, rank, "staged", 48);
     EXPECT_NE(job.errors(rank).find("NCCL_P2P_LEVEL=SYS"), std::string::npos) << job.errors(rank);
