@@ -229,6 +229,27 @@ TEST(LinkPull, Rule9ADeadSendersBytesAreTornUntilItHasSaidThatItHeldThem) {
   }
 }
 
+TEST(LinkPull, Rule9WhatIsStillToBeMappedIsTornWhenTheSenderDies) {
+  Pair pair({}, 1);
+  DeviceBuffer from(kBytes), to(kBytes);
+  pair.b.imports = End::Imports::Never;
+  Op* receive = pair.b.post(OpKind::Recv, 0, to);
+  pair.a.lend(0, from);
+  for (int i = 0; i < 10; ++i) {
+    pair.a.round();
+    pair.b.round();
+  }
+  ASSERT_EQ(receive->announced, kBytes);
+  std::vector<Op*> torn;
+  pair.b.link.abandonPeer(&torn);
+  EXPECT_EQ(torn, std::vector<Op*>{receive});
+  pair.b.drop(receive);
+  pair.b.round();
+  EXPECT_EQ(receive->copiesInFlight, 0u);
+  EXPECT_FALSE(pair.b.link.needed());
+  EXPECT_EQ(to.untouched(), "");
+}
+
 /// A sender that has given a loan up uses the slot again; the flags overtake its messages.
 TEST(LinkPull, Rule9ALaterUseOfTheSlotDoesNotPassForTheSendersWord) {
   for (const bool failed : {false, true}) {

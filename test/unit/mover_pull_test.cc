@@ -25,6 +25,7 @@ using test::contains;
 using test::DeviceBuffer;
 using test::freshAllocation;
 using test::kId;
+using test::mirrorOf;
 using test::receiveFrom;
 using test::refTo;
 using test::ScriptedPeer;
@@ -432,6 +433,36 @@ TEST(Pull, WhatIsNotWantedInOneCommunicatorIsLentInAnother) {
   EXPECT_TRUE(s.mover.waitFor(second));
 }
 
+/// The mirror takes its bytes from the slots, also where the receiver is ready before the send.
+TEST(Pull, ASendWithAMirrorIsNotLent) {
+  ScriptedNeighbour s;
+  DeviceBuffer first(kBytes), from(kBytes), own(kBytes);
+  from.fill(6);
+  Message m{};
+  const Ticket before = s.lent(first, &m);
+  s.slotOf(m).credit->set(m.turn);
+  ASSERT_TRUE(s.mover.waitFor(before));
+  Message ready = ScriptedNeighbour::message(MessageType::Ready, 0);
+  ready.pairSequence = 1;
+  ready.slot = 1;
+  ASSERT_TRUE(s.peer.send(ready));
+  ::usleep(kSettleMs * 1000);
+  const Ticket ticket = s.mover.launch({sendTo(1, 1, from), mirrorOf(1, 1, own)});
+  for (std::uint64_t got = 0; got < kBytes; got += m.length) {
+    ASSERT_TRUE(waitUntil([&] { return s.peer.connection->tryReceive(&m); }));
+    if (m.type == MessageType::Handle) {
+      m.length = 0;
+      continue;
+    }
+    ASSERT_EQ(m.type, MessageType::Chunk);
+    const Slot slot = s.slotOf(m);
+    ASSERT_TRUE(waitUntil([&] { return slot.ready->reached(m.turn); }));
+    slot.credit->set(m.turn);
+  }
+  ASSERT_TRUE(s.mover.waitFor(ticket));
+  EXPECT_EQ(own.check(6), "");
+}
+
 // --- Turns ---------------------------------------------------------------------------------------
 
 /// What is lent keeps its turn until it is read, and then no longer.
@@ -461,7 +492,7 @@ TEST(Pull, InRotationOneAfterTheOther) {
   // The mover comes to think that copies take long: then it has patience.
   for (std::uint64_t n = 0; n < 16; ++n) {
     const Ticket ticket = mover.launch({sendTo(1, n, small)});
-    if (n == 0) ASSERT_TRUE(peers[0].accept());
+    ASSERT_TRUE(n > 0 || peers[0].accept());
     ready(1, n, kShort);
     ASSERT_TRUE(peers[0].receive(MessageType::Pull, &pull));
     ::usleep(2000);
@@ -626,6 +657,25 @@ TEST(Pull, Rule10NonsenseOfAPeerEndsItsLinkAlone) {
     ASSERT_TRUE(s.mover.waitFor(ticket));
     EXPECT_TRUE(contains(s.mover.errorText(0), "makes no sense")) << s.mover.errorText(0);
   }
+}
+
+/// Of a receive that waits for a copy of the sender's mover.
+TEST(Pull, Rule10APullThatWasNotOfferedEndsTheLink) {
+  TestMover mover;
+  ScriptedPeer peer;
+  ASSERT_TRUE(mover.addCommunicator(
+      0, kId, 0, {inReach(mover.place("hostA", 1)), inReach(peer.place("hostA", 2))}));
+  DeviceBuffer to(kBytes);
+  const Ticket ticket = mover.launch({receiveFrom(1, 0, to)});
+  ASSERT_TRUE(peer.accept());
+  Message m{};
+  ASSERT_TRUE(peer.receive(MessageType::Ready, &m));
+  EXPECT_EQ(m.slot, 0u);
+  m = ScriptedNeighbour::message(MessageType::Pull, 1);
+  m.turn = 1;
+  ASSERT_TRUE(peer.send(m));
+  ASSERT_TRUE(mover.waitFor(ticket));
+  EXPECT_TRUE(contains(mover.errorText(0), "makes no sense")) << mover.errorText(0);
 }
 
 /// Beyond the allocation, or in one that the peer has not told of: as if it could not be mapped.
