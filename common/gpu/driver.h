@@ -43,6 +43,7 @@ namespace hoccl {
   X(cuDeviceGetCount, cuDeviceGetCount)                                   \
   X(cuDeviceGetName, cuDeviceGetName)                                     \
   X(cuDeviceGetUuid, cuDeviceGetUuid_v2)                                  \
+  X(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId)                             \
   X(cuDeviceGetAttribute, cuDeviceGetAttribute)                           \
   X(cuDeviceGetP2PAttribute, cuDeviceGetP2PAttribute)                     \
   X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)                   \

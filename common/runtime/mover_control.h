@@ -11,6 +11,7 @@
 #include "common/base/fd.h"
 #include "common/base/shared_memory.h"
 #include "common/base/time.h"
+#include "common/gpu/p2p_level.h"
 #include "common/gpu/peer_memory.h"
 #include "common/runtime/mover_events.h"
 #include "common/runtime/peer_spans.h"
@@ -52,7 +53,9 @@ class MoverControl {
   void connect(const ControlRequest& request);
   void applicationSays();
   Status addCommunicator(const void* data, std::size_t bytes, std::vector<UniqueFd>* fds);
-  Reach reachOf(const std::string& gpuUuid, std::string* why) const;
+  Reach reachOf(const std::string& gpuUuid, std::string* why);
+  const P2pLimit& p2pLimit();
+  [[nodiscard]] P2pLevel distanceTo(CUdevice peer) const;
   Status addStaging(const void* data, std::vector<UniqueFd>* fds);
   Status addSpan(const void* data, std::size_t bytes, std::vector<UniqueFd>& fds,
                  std::uint32_t* refused);
@@ -75,6 +78,7 @@ class MoverControl {
   CUcontext context_;
   CUdevice device_;
   bool pushOverPcie_, pullAlways_;
+  std::optional<P2pLimit> p2pLimit_;  ///< once asked for
   MoverQueues* queues_;
   Transport* transport_;
   PeerId self_;

@@ -55,6 +55,47 @@ TEST(Pull, OneSlotAndOneCopyAtATime) {
   for (int rank : {0, 1}) expectAll(job, rank, "direct", 48);
 }
 
+/// By default no farther than NCCL would.
+TEST(Pull, GpusThatAreFarApartAreStaged) {
+  Job job("bothWays", 2);
+  overPcie(job).env("NCCL_P2P_LEVEL", "").env("HOCCL_LOG", "info").finish();
+  Job forced("bothWays", 2);
+  overPcie(forced).env("NCCL_P2P_LEVEL", "").env("HOCCL_P2P", "3").finish();
+  for (int rank : {0, 1}) {
+    expectAll(job, rank, "staged", 48);
+    EXPECT_NE(job.errors(rank).find("NCCL_P2P_LEVEL=SYS"), std::string::npos) << job.errors(rank);
+    expectAll(forced, rank, "direct", 48);
+  }
+}
+
+TEST(Pull, NcclsVariablesHoldForNvlinkToo) {
+  for (const char* variable : {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"}) {
+    SCOPED_TRACE(variable);
+    const std::string value = std::string(variable) == "NCCL_P2P_DISABLE" ? "1" : "LOC";
+    Job job("bothWays", 2);
+    job.oneNode().env(variable, value).env("HOCCL_LOG", "info").finish();
+    Job ahead("bothWays", 2);
+    ahead.oneNode().env(variable, value).env("HOCCL_P2P", "1").finish();
+    for (int rank : {0, 1}) {
+      expectAll(job, rank, "staged", 48);
+      EXPECT_NE(job.errors(rank).find(variable), std::string::npos) << job.errors(rank);
+      expectAll(ahead, rank, "direct", 48);
+    }
+  }
+}
+
+/// On one rank only: each mover has its own view, and nothing is lost.
+TEST(Pull, RanksThatSeeItDifferently) {
+  for (const int rank : {0, 1}) {
+    SCOPED_TRACE(rank);
+    Job job("bothWays", 2);
+    job.oneNode().env(rank, "NCCL_P2P_DISABLE", "1").finish();
+    for (int each : {0, 1}) {
+      EXPECT_EQ(total(job, each, "direct", "ops") + total(job, each, "staged", "ops"), 48u);
+    }
+  }
+}
+
 /// HOCCL_P2P=2 is the sender's mover, at the user's risk.
 TEST(Pull, Rule13PushedOnlyIfAskedFor) {
   for (const bool pushed : {false, true}) {

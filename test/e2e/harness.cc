@@ -163,7 +163,9 @@ void Job::spawn(int rank) {
   if (const char* transport = std::getenv("E2E_TRANSPORT")) {
     environment["HOCCL_TRANSPORT"] = transport;
   }
-  // And on GPUs that reach each other over PCIe: E2E_NVLINK=0
+  // Nothing is known of the emulated GPUs' places, so they count as far apart.
+  environment["NCCL_P2P_LEVEL"] = "SYS";
+  // The same tests on GPUs that reach each other over PCIe: E2E_NVLINK=0
   if (const char* nvlink = std::getenv("E2E_NVLINK")) environment["EMUCUDA_NVLINK"] = nvlink;
   environment["NCCLSTANDIN_LOG"] = path(fmt::format("calls{}", rank));
   environment["NCCLSTANDIN_TIMEOUT_MS"] = "15000";

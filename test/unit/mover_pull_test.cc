@@ -64,24 +64,38 @@ struct TwoOfANode {
   TestMover a, b;
 };
 
+/// A message of ranks 0 and 1 in that direction.
+Message messageOf(MessageType type, std::int32_t source) {
+  Message m{};
+  m.type = type;
+  m.communicator = kId;
+  m.source = source;
+  m.destination = 1 - source;
+  m.bytes = kBytes;
+  return m;
+}
+
+/// `peer`, rank 1, tells of the allocation of `from` and lends it to rank 0 in slot 0.
+void lendTo(ScriptedPeer& peer, DeviceBuffer& from, CUresult result = CUDA_SUCCESS) {
+  const BufferRef ref = refTo(from, freshAllocation(), result);
+  Message parts[HandlePart::kParts];
+  PeerImports::describe(ref, &parts);
+  for (const Message& part : parts) EXPECT_TRUE(peer.send(part));
+  Message pull = messageOf(MessageType::Pull, 1);
+  pull.offset = ref.offset;
+  pull.length = ref.allocationId;
+  pull.turn = 1;
+  EXPECT_TRUE(peer.send(pull));
+}
+
 /// A mover, rank 0, with a scripted peer, rank 1, on another GPU of its node.
 struct ScriptedNeighbour {
   ScriptedNeighbour() : mover(pulling()) {
     EXPECT_TRUE(mover.addCommunicator(
         0, kId, 0, {inReach(mover.place("hostA", 1)), inReach(peer.place("hostA", 2))}));
   }
-  /// A message of the pair in that direction.
-  static Message message(MessageType type, std::int32_t source) {
-    Message m{};
-    m.type = type;
-    m.communicator = kId;
-    m.source = source;
-    m.destination = 1 - source;
-    m.bytes = kBytes;
-    return m;
-  }
   static Message failed(FailReason reason) {
-    Message m = message(MessageType::Failed, 1);
+    Message m = messageOf(MessageType::Failed, 1);
     m.slot = static_cast<std::uint32_t>(reason);
     return m;
   }
@@ -91,7 +105,7 @@ struct ScriptedNeighbour {
   Ticket lent(DeviceBuffer& buffer, Message* pull) {
     const Ticket ticket = mover.launch({sendTo(1, 0, buffer)});
     EXPECT_TRUE(peer.accept());
-    Message ready = message(MessageType::Ready, 0);
+    Message ready = messageOf(MessageType::Ready, 0);
     ready.slot = 1;
     EXPECT_TRUE(peer.send(ready));
     EXPECT_TRUE(peer.receive(MessageType::Pull, pull));
@@ -110,15 +124,7 @@ struct ScriptedNeighbour {
     EXPECT_TRUE(peer.receive(MessageType::Ready, &ready));
     EXPECT_EQ(ready.slot, 1u);
     EXPECT_EQ(ready.turn, 0u) << "nothing to push into";
-    const BufferRef ref = refTo(from, freshAllocation(), result);
-    Message parts[HandlePart::kParts];
-    PeerImports::describe(ref, &parts);
-    for (const Message& part : parts) EXPECT_TRUE(peer.send(part));
-    pull = message(MessageType::Pull, 1);
-    pull.offset = ref.offset;
-    pull.length = ref.allocationId;
-    pull.turn = 1;
-    EXPECT_TRUE(peer.send(pull));
+    lendTo(peer, from, result);
     return ticket;
   }
   [[nodiscard]] bool read() const { return peer.connection->staging().out[0].credit->reached(1); }
@@ -126,7 +132,6 @@ struct ScriptedNeighbour {
 
   ScriptedPeer peer;
   TestMover mover;
-  Message pull{};
 };
 
 class EitherFirst : public ::testing::TestWithParam<bool> {};
@@ -249,7 +254,7 @@ TEST(Pull, WhatIsRefusedIsStagedAndTheAllocationNotLentAgain) {
   };
   const Ticket first = send(0);
   ASSERT_TRUE(s.peer.accept());
-  Message m = ScriptedNeighbour::message(MessageType::Ready, 0);
+  Message m = messageOf(MessageType::Ready, 0);
   m.slot = 1;
   ASSERT_TRUE(s.peer.send(m));
   ASSERT_TRUE(s.peer.receive(MessageType::Pull, &m));
@@ -270,7 +275,7 @@ TEST(Pull, WhatIsRefusedIsStagedAndTheAllocationNotLentAgain) {
   };
   takeChunks(first);
   const Ticket second = send(1);
-  m = ScriptedNeighbour::message(MessageType::Ready, 0);
+  m = messageOf(MessageType::Ready, 0);
   m.slot = 1;
   m.pairSequence = 1;
   ASSERT_TRUE(s.peer.send(m));
@@ -387,7 +392,7 @@ TEST(Pull, Rule9EachCommunicatorWaitsForItself) {
   Message pull{}, ready{};
   const Ticket first = s.lent(from, &pull);
   const Ticket second = s.mover.launch({sendTo(1, 0, later, 1)});
-  ready = ScriptedNeighbour::message(MessageType::Ready, 0);
+  ready = messageOf(MessageType::Ready, 0);
   ready.communicator = kOther;
   ready.slot = 1;
   ASSERT_TRUE(s.peer.send(ready));
@@ -534,6 +539,32 @@ TEST(Pull, TheReceiveEndsOnlyWhenTheSenderHasHeldTheBytes) {
   EXPECT_EQ(to.check(8), "");
 }
 
+/// Its copies are over: the lanes are others' meanwhile.
+TEST(Pull, Rule7ASenderThatDoesNotSaySoHoldsUpNoOther) {
+  TestMover::Options one = pulling();
+  one.laneDepth = 1;
+  ScriptedPeer silent;
+  TestMover mover(one), other(one);
+  const std::vector<PeerRecord> peers{inReach(mover.place("hostA", 1)),
+                                      inReach(silent.place("hostA", 2)),
+                                      inReach(other.place("hostA", 3))};
+  ASSERT_TRUE(mover.addCommunicator(0, kId, 0, peers));
+  ASSERT_TRUE(other.addCommunicator(0, kId, 2, peers));
+  DeviceBuffer from(kBytes), to(kBytes), fromOther(kBytes), toOther(kBytes);
+  const Ticket waits = mover.launch({receiveFrom(1, 0, to)});
+  ASSERT_TRUE(silent.accept());
+  Message ready{};
+  ASSERT_TRUE(silent.receive(MessageType::Ready, &ready));
+  lendTo(silent, from);
+  ASSERT_TRUE(waitUntil([&] { return silent.connection->staging().out[0].credit->reached(1); }));
+  fromOther.fill(4);
+  const Ticket sent = other.launch({sendTo(0, 0, fromOther)});
+  const Ticket received = mover.launch({receiveFrom(2, 0, toOther)});
+  ASSERT_TRUE(mover.waitFor(received) && other.waitFor(sent));
+  EXPECT_EQ(toOther.check(4), "");
+  EXPECT_FALSE(mover.finished(waits));
+}
+
 TEST(Pull, Rule9ASenderThatDiesBeforeItHasSaidSoFailsTheReceive) {
   for (const bool copied : {false, true}) {
     SCOPED_TRACE(copied);
@@ -624,7 +655,7 @@ TEST(Pull, WhatNobodyWantsIsRefusedAndNotRead) {
   ASSERT_TRUE(s.peer.receive(MessageType::Ready, &message));
   s.mover.end(0, OpKind::Abort);
   ASSERT_TRUE(s.mover.waitFor(ticket, 1000)) << "nothing can be copied into it by the peer";
-  Message pull = ScriptedNeighbour::message(MessageType::Pull, 1);
+  Message pull = messageOf(MessageType::Pull, 1);
   pull.length = freshAllocation();
   pull.turn = 1;
   ASSERT_TRUE(s.peer.send(pull));
@@ -638,10 +669,10 @@ TEST(Pull, WhatNobodyWantsIsRefusedAndNotRead) {
 // --- What makes no sense (rule 10) ---------------------------------------------------------------
 
 TEST(Pull, Rule10NonsenseOfAPeerEndsItsLinkAlone) {
-  Message notAsked = ScriptedNeighbour::message(MessageType::Pull, 1);
+  Message notAsked = messageOf(MessageType::Pull, 1);
   notAsked.pairSequence = 5;  // no receive
   notAsked.turn = 1;
-  Message notLent = ScriptedNeighbour::message(MessageType::Refused, 0);
+  Message notLent = messageOf(MessageType::Refused, 0);
   notLent.turn = 1;
   Message noSlot = notLent;
   noSlot.slot = 99;
@@ -691,7 +722,7 @@ TEST(Pull, Rule10BytesThatAreNotThereAreRefused) {
       s.mover.launch({receiveFrom(1, 0, to)});
       ASSERT_TRUE(s.peer.accept());
       ASSERT_TRUE(s.peer.receive(MessageType::Ready, &message));
-      Message pull = ScriptedNeighbour::message(MessageType::Pull, 1);
+      Message pull = messageOf(MessageType::Pull, 1);
       pull.length = 12345;
       pull.turn = 1;
       ASSERT_TRUE(s.peer.send(pull));
