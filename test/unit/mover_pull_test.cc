@@ -416,7 +416,7 @@ TEST(Pull, WhatIsNotWantedInOneCommunicatorIsLentInAnother) {
       1, kOther, 0, {inReach(s.mover.place("hostA", 1)), inReach(s.peer.place("hostA", 2))}));
   DeviceBuffer from(kBytes);
   const BufferRef ref = refTo(from, freshAllocation());
-  Message m = ScriptedNeighbour::message(MessageType::Ready, 0);
+  Message m = messageOf(MessageType::Ready, 0);
   m.slot = 1;
   const Ticket first = s.mover.launch({{OpKind::Send, 0, 1, kBytes, 0, ref}});
   ASSERT_TRUE(s.peer.accept());
@@ -428,7 +428,7 @@ TEST(Pull, WhatIsNotWantedInOneCommunicatorIsLentInAnother) {
   ASSERT_TRUE(s.peer.send(m));
   ASSERT_TRUE(s.mover.waitFor(first));
   const Ticket second = s.mover.launch({{OpKind::Send, 1, 1, kBytes, 0, ref}});
-  m = ScriptedNeighbour::message(MessageType::Ready, 0);
+  m = messageOf(MessageType::Ready, 0);
   m.communicator = kOther;
   m.slot = 1;
   ASSERT_TRUE(s.peer.send(m));
@@ -447,7 +447,7 @@ TEST(Pull, ASendWithAMirrorIsNotLent) {
   const Ticket before = s.lent(first, &m);
   s.slotOf(m).credit->set(m.turn);
   ASSERT_TRUE(s.mover.waitFor(before));
-  Message ready = ScriptedNeighbour::message(MessageType::Ready, 0);
+  Message ready = messageOf(MessageType::Ready, 0);
   ready.pairSequence = 1;
   ready.slot = 1;
   ASSERT_TRUE(s.peer.send(ready));
@@ -702,7 +702,7 @@ TEST(Pull, Rule10APullThatWasNotOfferedEndsTheLink) {
   Message m{};
   ASSERT_TRUE(peer.receive(MessageType::Ready, &m));
   EXPECT_EQ(m.slot, 0u);
-  m = ScriptedNeighbour::message(MessageType::Pull, 1);
+  m = messageOf(MessageType::Pull, 1);
   m.turn = 1;
   ASSERT_TRUE(peer.send(m));
   ASSERT_TRUE(mover.waitFor(ticket));
