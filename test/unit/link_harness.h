@@ -133,6 +133,7 @@ class End final : public LinkOwner {
       }
     }
     for (auto& import : imports_) {
+      if (imports == Imports::Never) break;
       if (import->state != PeerImport::State::Pending || !chance(rng_, 0.1)) continue;
       import->state = chance(rng_, refuses) ? PeerImport::State::Failed : PeerImport::State::Ready;
     }
@@ -245,6 +246,7 @@ class End final : public LinkOwner {
   std::map<std::uint64_t, Op*> sends, receives;
   std::set<std::uint64_t> over;
   std::vector<std::string> fatals;
+  enum class Imports { AtRandom, Never } imports = Imports::AtRandom;
   double refuses = 0;  ///< how often what is lent cannot be mapped here
 };
 

@@ -151,7 +151,11 @@ struct Reading {
     from.fill(1);
     receive = pair.b.post(OpKind::Recv, 0, to);
     send = pair.a.lend(0, from);
-    EXPECT_TRUE(pair.run([&] { return pair.b.link.copying(); }));
+    for (int i = 0; i < 1000 && !pair.b.link.copying(); ++i) {
+      pair.a.round();
+      pair.b.round();
+    }
+    EXPECT_TRUE(pair.b.link.copying());
   }
   /// The copies of `b` end, and it looks.
   void read() {
@@ -225,6 +229,27 @@ TEST(LinkPull, Rule9ADeadSendersBytesAreTornUntilItHasSaidThatItHeldThem) {
   }
 }
 
+TEST(LinkPull, Rule9WhatIsStillToBeMappedIsTornWhenTheSenderDies) {
+  Pair pair({}, 1);
+  DeviceBuffer from(kBytes), to(kBytes);
+  pair.b.imports = End::Imports::Never;
+  Op* receive = pair.b.post(OpKind::Recv, 0, to);
+  pair.a.lend(0, from);
+  for (int i = 0; i < 10; ++i) {
+    pair.a.round();
+    pair.b.round();
+  }
+  ASSERT_EQ(receive->announced, kBytes);
+  std::vector<Op*> torn;
+  pair.b.link.abandonPeer(&torn);
+  EXPECT_EQ(torn, std::vector<Op*>{receive});
+  pair.b.drop(receive);
+  pair.b.round();
+  EXPECT_EQ(receive->copiesInFlight, 0u);
+  EXPECT_FALSE(pair.b.link.needed());
+  EXPECT_EQ(to.untouched(), "");
+}
+
 /// A sender that has given a loan up uses the slot again; the flags overtake its messages.
 TEST(LinkPull, Rule9ALaterUseOfTheSlotDoesNotPassForTheSendersWord) {
   for (const bool failed : {false, true}) {
@@ -260,6 +285,41 @@ TEST(LinkPull, Rule9WhatWasGivenUpIsNotSaidToHaveBeenHeld) {
   EXPECT_TRUE(r.pair.a.link.quiet()) << "but the slot comes back";
   r.pair.b.round();
   EXPECT_FALSE(End::finished(r.receive));
+}
+
+/// What is lent or not needs no lane of this side.
+TEST(LinkPull, Rule7BusyLanesHoldNoLoanUp) {
+  Pair pair({.slots = 8}, 1, 1);
+  DeviceBuffer staged(kBytes), from(kBytes), to(kBytes);
+  pair.a.post(OpKind::Send, 0, staged);
+  pair.a.round();
+  ASSERT_FALSE(pair.a.outLanes().room());
+  pair.a.peerLanes().inFlight = pair.a.peerLanes().depth;
+  pair.b.post(OpKind::Recv, 1, to);
+  pair.a.lend(1, from);
+  pair.a.round();
+  EXPECT_TRUE(pair.a.link.lends());
+}
+
+/// Until the memory is mapped here; meanwhile others pass.
+TEST(LinkPull, Rule7AnImportThatTakesLongHoldsUpNoOther) {
+  Pair pair({}, 1, 1);
+  DeviceBuffer from(kBytes), to(kBytes), from2(kBytes), to2(kBytes);
+  pair.b.imports = End::Imports::Never;
+  Op* receive = pair.b.post(OpKind::Recv, 0, to);
+  pair.a.lend(0, from);
+  for (int i = 0; i < 200; ++i) pair.step();
+  EXPECT_EQ(pair.edges.lent, 1u);
+  EXPECT_EQ(pair.b.peerLanes().inFlight, 0u) << "it reads from memory that is not mapped";
+  from2.fill(2);
+  Op* send = pair.a.post(OpKind::Send, 1, from2);
+  Op* other = pair.b.post(OpKind::Recv, 1, to2);
+  ASSERT_TRUE(pair.run([&] { return End::finished(send) && End::finished(other); }));
+  EXPECT_EQ(to2.check(2), "");
+  pair.b.imports = End::Imports::AtRandom;
+  from.fill(3);
+  ASSERT_TRUE(pair.run([&] { return End::finished(receive) && pair.quiet(); }));
+  EXPECT_EQ(to.check(3), "");
 }
 
 TEST(LinkPull, Rule10ARefusalOfAnotherTurnIsNonsense) {

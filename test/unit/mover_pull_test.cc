@@ -25,6 +25,7 @@ using test::contains;
 using test::DeviceBuffer;
 using test::freshAllocation;
 using test::kId;
+using test::mirrorOf;
 using test::receiveFrom;
 using test::refTo;
 using test::ScriptedPeer;
@@ -407,6 +408,123 @@ TEST(Pull, Rule9EachCommunicatorWaitsForItself) {
   EXPECT_TRUE(s.slotOf(pull).ready->reached(pull.turn)) << "the bytes have been held";
 }
 
+/// What a failed receive does not want says nothing of the memory.
+TEST(Pull, WhatIsNotWantedInOneCommunicatorIsLentInAnother) {
+  ScriptedNeighbour s;
+  constexpr std::uint64_t kOther = kId + 1;
+  ASSERT_TRUE(s.mover.addCommunicator(
+      1, kOther, 0, {inReach(s.mover.place("hostA", 1)), inReach(s.peer.place("hostA", 2))}));
+  DeviceBuffer from(kBytes);
+  const BufferRef ref = refTo(from, freshAllocation());
+  Message m = messageOf(MessageType::Ready, 0);
+  m.slot = 1;
+  const Ticket first = s.mover.launch({{OpKind::Send, 0, 1, kBytes, 0, ref}});
+  ASSERT_TRUE(s.peer.accept());
+  ASSERT_TRUE(s.peer.send(m));
+  ASSERT_TRUE(s.peer.receive(MessageType::Pull, &m));
+  ASSERT_TRUE(s.peer.send(ScriptedNeighbour::failed(FailReason::Aborted)));
+  m.type = MessageType::Refused;
+  m.offset = 0;
+  ASSERT_TRUE(s.peer.send(m));
+  ASSERT_TRUE(s.mover.waitFor(first));
+  const Ticket second = s.mover.launch({{OpKind::Send, 1, 1, kBytes, 0, ref}});
+  m = messageOf(MessageType::Ready, 0);
+  m.communicator = kOther;
+  m.slot = 1;
+  ASSERT_TRUE(s.peer.send(m));
+  ASSERT_TRUE(s.peer.receive(MessageType::Pull, &m));
+  EXPECT_EQ(m.length, ref.allocationId);
+  s.slotOf(m).credit->set(m.turn);
+  EXPECT_TRUE(s.mover.waitFor(second));
+}
+
+/// The mirror takes its bytes from the slots, also where the receiver is ready before the send.
+TEST(Pull, ASendWithAMirrorIsNotLent) {
+  ScriptedNeighbour s;
+  DeviceBuffer first(kBytes), from(kBytes), own(kBytes);
+  from.fill(6);
+  Message m{};
+  const Ticket before = s.lent(first, &m);
+  s.slotOf(m).credit->set(m.turn);
+  ASSERT_TRUE(s.mover.waitFor(before));
+  Message ready = messageOf(MessageType::Ready, 0);
+  ready.pairSequence = 1;
+  ready.slot = 1;
+  ASSERT_TRUE(s.peer.send(ready));
+  ::usleep(kSettleMs * 1000);
+  const Ticket ticket = s.mover.launch({sendTo(1, 1, from), mirrorOf(1, 1, own)});
+  for (std::uint64_t got = 0; got < kBytes; got += m.length) {
+    ASSERT_TRUE(waitUntil([&] { return s.peer.connection->tryReceive(&m); }));
+    if (m.type == MessageType::Handle) {
+      m.length = 0;
+      continue;
+    }
+    ASSERT_EQ(m.type, MessageType::Chunk);
+    const Slot slot = s.slotOf(m);
+    ASSERT_TRUE(waitUntil([&] { return slot.ready->reached(m.turn); }));
+    slot.credit->set(m.turn);
+  }
+  ASSERT_TRUE(s.mover.waitFor(ticket));
+  EXPECT_EQ(own.check(6), "");
+}
+
+// --- Turns ---------------------------------------------------------------------------------------
+
+/// What is lent keeps its turn until it is read, and then no longer.
+TEST(Pull, InRotationOneAfterTheOther) {
+  constexpr std::uint64_t kShort = 1 << 20, kLong = 16 << 20;
+  ScriptedPeer peers[2];
+  TestMover mover(pulling());
+  ASSERT_TRUE(
+      mover.addCommunicator(0, kId, 0,
+                            {inReach(mover.place("hostA", 1)), inReach(peers[0].place("hostA", 2)),
+                             inReach(peers[1].place("hostA", 3))}));
+  const auto ready = [&](std::int32_t rank, std::uint64_t sequence, std::uint64_t bytes) {
+    Message m{};
+    m.type = MessageType::Ready;
+    m.communicator = kId;
+    m.destination = rank;
+    m.pairSequence = sequence;
+    m.bytes = bytes;
+    m.slot = 1;
+    EXPECT_TRUE(peers[rank - 1].send(m));
+  };
+  const auto read = [&](std::int32_t rank, const Message& pull) {
+    peers[rank - 1].connection->staging().in[pull.slot].credit->set(pull.turn);
+  };
+  Message pull{}, next{};
+  DeviceBuffer small(kShort), first(kLong), second(kLong);
+  // The mover comes to think that copies take long: then it has patience.
+  for (std::uint64_t n = 0; n < 16; ++n) {
+    const Ticket ticket = mover.launch({sendTo(1, n, small)});
+    ASSERT_TRUE(n > 0 || peers[0].accept());
+    ready(1, n, kShort);
+    ASSERT_TRUE(peers[0].receive(MessageType::Pull, &pull));
+    ::usleep(2000);
+    read(1, pull);
+    ASSERT_TRUE(mover.waitFor(ticket));
+  }
+  const Ticket both = mover.launch({sendTo(2, 0, second), sendTo(1, 16, first)});
+  ASSERT_TRUE(peers[1].accept());
+  ready(1, 16, kLong);
+  ASSERT_TRUE(peers[0].receive(MessageType::Pull, &pull));
+  ready(2, 0, kLong);
+  EXPECT_FALSE(peers[1].receive(MessageType::Pull, &next, 250));
+  read(1, pull);
+  ASSERT_TRUE(peers[1].receive(MessageType::Pull, &next, 250));
+  read(2, next);
+  ASSERT_TRUE(mover.waitFor(both));
+  // Nothing is lent now: one whose turn has not come waits for about as long as a copy takes.
+  const Ticket again = mover.launch({sendTo(1, 17, first), sendTo(2, 1, second)});
+  ready(2, 1, kLong);
+  ASSERT_TRUE(peers[1].receive(MessageType::Pull, &next, 250)) << "a turn that nobody has";
+  read(2, next);
+  ready(1, 17, kLong);
+  ASSERT_TRUE(peers[0].receive(MessageType::Pull, &pull));
+  read(1, pull);
+  ASSERT_TRUE(mover.waitFor(again));
+}
+
 // --- The receiver's end (rule 9) -----------------------------------------------------------------
 
 TEST(Pull, TheReceiveEndsOnlyWhenTheSenderHasHeldTheBytes) {
@@ -570,6 +688,25 @@ TEST(Pull, Rule10NonsenseOfAPeerEndsItsLinkAlone) {
     ASSERT_TRUE(s.mover.waitFor(ticket));
     EXPECT_TRUE(contains(s.mover.errorText(0), "makes no sense")) << s.mover.errorText(0);
   }
+}
+
+/// Of a receive that waits for a copy of the sender's mover.
+TEST(Pull, Rule10APullThatWasNotOfferedEndsTheLink) {
+  TestMover mover;
+  ScriptedPeer peer;
+  ASSERT_TRUE(mover.addCommunicator(
+      0, kId, 0, {inReach(mover.place("hostA", 1)), inReach(peer.place("hostA", 2))}));
+  DeviceBuffer to(kBytes);
+  const Ticket ticket = mover.launch({receiveFrom(1, 0, to)});
+  ASSERT_TRUE(peer.accept());
+  Message m{};
+  ASSERT_TRUE(peer.receive(MessageType::Ready, &m));
+  EXPECT_EQ(m.slot, 0u);
+  m = messageOf(MessageType::Pull, 1);
+  m.turn = 1;
+  ASSERT_TRUE(peer.send(m));
+  ASSERT_TRUE(mover.waitFor(ticket));
+  EXPECT_TRUE(contains(mover.errorText(0), "makes no sense")) << mover.errorText(0);
 }
 
 /// Beyond the allocation, or in one that the peer has not told of: as if it could not be mapped.
