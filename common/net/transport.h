@@ -28,8 +28,8 @@ enum class MessageType : std::uint32_t {
   Chunk = 2,  ///< sender to receiver: [offset, offset+length) comes in `slot`
   Failed = 3,  ///< either way: the pair ends here; `reason` says why
   // Direct copies between GPUs of a node (docs/direct.md), where slots are shared.
-  Direct = 4,  ///< sender to receiver: the bytes come straight into the receiver's buffer; the
-               ///< flags of `slot` say when, as if they came in there
+  Direct = 4,     ///< sender to receiver: the bytes come straight into the receiver's buffer; the
+                  ///< flags of `slot` say when, as if they came in there
   Handle = 5,     ///< to who is to copy: part `slot` of how an allocation is mapped (HandlePart)
   Forget = 6,     ///< the same way: unmap allocation `turn`, and forget its handle
   Forgotten = 7,  ///< the answer, once it is unmapped
@@ -37,7 +37,7 @@ enum class MessageType : std::uint32_t {
   Waiting = 9,    ///< sender to receiver: a send waits for its Ready; answered with Failed if that
                   ///< cannot come any more
   Stalled = 10,   ///< either way: that send (`slot` 0) or receive (1) has waited for some time for
-                 ///< the other one; its side had passed `length` of the pair on to NCCL before it
+                  ///< the other one; its side had passed `length` of the pair on to NCCL before it
   Pull = 11,  ///< sender to receiver: the bytes lie at `offset` of the sender's allocation `length`
               ///< (Handle) and stay there until the receiver has set `credit` of `slot`
   Refused = 12,  ///< receiver to sender: that Pull was not followed; `offset` 1: since the
