@@ -23,32 +23,31 @@ struct PeerId {
 };
 
 enum class MessageType : std::uint32_t {
-  Ready = 1,  ///< receiver to sender: the receive is started; `bytes` is what it expects; `slot` 1:
-              ///< it could pull them
-  Chunk = 2,  ///< sender to receiver: [offset, offset+length) comes in `slot`
+  Ready = 1,   ///< receiver to sender: the receive is started; `bytes` is what it expects; `slot` 1:
+               ///< it could pull them
+  Chunk = 2,   ///< sender to receiver: [offset, offset+length) comes in `slot`
   Failed = 3,  ///< either way: the pair ends here; `reason` says why
   // Direct copies between GPUs of a node (docs/direct.md), where slots are shared.
-  Direct = 4,     ///< sender to receiver: the bytes come straight into the receiver's buffer; the
-                  ///< flags of `slot` say when, as if they came in there
-  Handle = 5,     ///< to who is to copy: part `slot` of how an allocation is mapped (HandlePart)
-  Forget = 6,     ///< the same way: unmap allocation `turn`, and forget its handle
+  Direct = 4,  ///< sender to receiver: the bytes come straight into the receiver's buffer; the flags
+               ///< of `slot` say when, as if they came in there
+  Handle = 5,  ///< to who is to copy: part `slot` of how an allocation is mapped (HandlePart)
+  Forget = 6,  ///< the same way: unmap allocation `turn`, and forget its handle
   Forgotten = 7,  ///< the answer, once it is unmapped
   Settled = 8,    ///< the answer to Failed: no copy of that pair that is not announced will be made
   Waiting = 9,    ///< sender to receiver: a send waits for its Ready; answered with Failed if that
                   ///< cannot come any more
-  Stalled = 10,   ///< either way: that send (`slot` 0) or receive (1) has waited for some time for
-                  ///< the other one; its side had passed `length` of the pair on to NCCL before it
-  Pull = 11,  ///< sender to receiver: the bytes lie at `offset` of the sender's allocation `length`
-              ///< (Handle) and stay there until the receiver has set `credit` of `slot`
-  Refused = 12,  ///< receiver to sender: that Pull was not followed; `offset` 1: since the
-                 ///< allocation cannot be mapped
+  Stalled = 10,   ///< either way: that send (`slot` 0) or receive (1) has waited for some time for the
+                  ///< other one; its side had passed `length` of the pair on to NCCL before it
+  Pull = 11,      ///< sender to receiver: the bytes lie at `offset` of the sender's allocation
+                  ///< `length` (Handle) and stay there until the receiver has set `credit` of `slot`
+  Refused = 12,   ///< receiver to sender: that Pull was not followed; `offset` 1: since the
+                  ///< allocation cannot be mapped
 };
 
 enum class FailReason : std::uint32_t {
-  Aborted = 1,  ///< the communicator was aborted or destroyed there
-  SizeMismatch =
-      2,           ///< send and receive of one pair differ; `bytes` and `length` are the two sizes
-  LocalError = 3,  ///< a driver call or another peer failed there
+  Aborted = 1,       ///< the communicator was aborted or destroyed there
+  SizeMismatch = 2,  ///< send and receive of one pair differ; `bytes` and `length` are the two sizes
+  LocalError = 3,    ///< a driver call or another peer failed there
 };
 
 /// What movers tell each other. Exactly one cache line.
@@ -59,10 +58,10 @@ struct Message {
   std::int32_t source, destination;  ///< ranks of the pair, in the direction of the data
   std::uint64_t pairSequence;
   std::uint64_t bytes;   ///< of the whole operation
-  std::uint64_t offset;  ///< Chunk: where it starts; Ready: where in allocation `turn`
-  std::uint64_t length;  ///< Chunk: how long it is
-  /// Chunk, Direct, Pull: the value of the slot's flags for this use. Ready: the allocation that
-  /// the sender may copy into, of which Handle messages have told it; 0: none.
+  std::uint64_t offset;  ///< Chunk: where it starts; Ready, Pull: where in the allocation
+  std::uint64_t length;  ///< Chunk: how long it is; Pull: the allocation
+  /// Chunk, Direct, Pull: the value of the slot's flags for this use. Ready: the allocation that the
+  /// sender may copy into, of which Handle messages have told it; 0: none.
   std::uint64_t turn;
 };
 static_assert(sizeof(Message) == kCacheLine);
@@ -79,9 +78,8 @@ struct HandlePart {
 static_assert(sizeof(HandlePart) == sizeof(Message));
 
 /// One staging slot as this side sees it. Flags carry the slot's turn, which counts its uses.
-///   out: a copy engine fills `data` and then sets `ready`; `credit` shows when it may be used
-///   again. in:  `ready` shows that `data` has arrived; a copy engine empties it and then sets
-///   `credit`.
+///   out: a copy engine fills `data` and then sets `ready`; `credit` shows when it may be used again.
+///   in:  `ready` shows that `data` has arrived; a copy engine empties it and then sets `credit`.
 struct Slot {
   std::byte* data = nullptr;
   Flag* ready = nullptr;
@@ -90,8 +88,8 @@ struct Slot {
   Flag* mirrored = nullptr;
 };
 
-/// Local staging memory; data and flags all lie inside [base, base + bytes), which the owner
-/// registers with CUDA once (rule 8).
+/// Local staging memory; data and flags all lie inside [base, base + bytes), which the owner registers
+/// with CUDA once (rule 8).
 struct Staging {
   std::byte* base = nullptr;
   std::size_t bytes = 0;
@@ -100,7 +98,7 @@ struct Staging {
 };
 
 struct StagingGeometry {
-  std::uint32_t slots = 0;  ///< per direction
+  std::uint32_t slots = 0;       ///< per direction
   std::uint64_t slotBytes = 0;
   bool operator==(const StagingGeometry&) const = default;
 };
@@ -123,22 +121,18 @@ class Connection {
   [[nodiscard]] virtual bool sharedSlots() const = 0;
 
   // What comes may show only in these calls: who waits for a flag of a slot makes one now and then.
-  /// Queues a message; false while there is no room. Delivered in order, also with regard to
-  /// writes.
+  /// Queues a message; false while there is no room. Delivered in order, also with regard to writes.
   [[nodiscard]] virtual bool trySend(const Message& message) = 0;
   [[nodiscard]] virtual bool tryReceive(Message* message) = 0;
   /// Without shared slots: moves the first `bytes` of out-slot `slot` to the peer's in-slot, whose
-  /// `ready` then shows `turn`. The slot stays in use until `credit` shows `turn`. False: try
-  /// later.
-  [[nodiscard]] virtual bool tryWrite(std::uint32_t slot, std::uint64_t bytes,
-                                      std::uint64_t turn) = 0;
+  /// `ready` then shows `turn`. The slot stays in use until `credit` shows `turn`. False: try later.
+  [[nodiscard]] virtual bool tryWrite(std::uint32_t slot, std::uint64_t bytes, std::uint64_t turn) = 0;
 
-  /// Makes the peer look at its messages even if it sleeps, for those that end something. A system
-  /// call.
+  /// Makes the peer look at its messages even if it sleeps, for those that end something. A system call.
   virtual void nudge() = 0;
 
-  /// True once the peer is known to be gone: what it sent before can still be received, nothing
-  /// more will come. Any thread.
+  /// True once the peer is known to be gone: what it sent before can still be received, nothing more
+  /// will come. Any thread.
   [[nodiscard]] virtual bool peerGone() const = 0;
   /// Once it is gone: why, for a person.
   [[nodiscard]] virtual std::string goneReason() const { return "its mover has ended"; }
@@ -178,8 +172,7 @@ class Handshake {
   virtual ~Handshake() = default;
   [[nodiscard]] virtual int watchFd() const = 0;
   virtual State advance() = 0;
-  /// Who is at the other end; known at once when connecting, when accepting only after its
-  /// greeting.
+  /// Who is at the other end; known at once when connecting, when accepting only after its greeting.
   [[nodiscard]] virtual const PeerId* peer() const = 0;
   [[nodiscard]] virtual bool accepting() const = 0;
   /// Accepting side, once `peer` is known; `reason` tells a refused peer why.

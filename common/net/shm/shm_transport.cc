@@ -65,13 +65,13 @@ class Connecting final : public ShmHandshake {
     peer_ = peer;
     peerKnown_ = true;
     if (Status status = connectUnix(address, 0, &socket_); !status) return status;
-    if (Status status =
-            SharedMemory::create("hoccl-shm", ShmConnection::regionBytes(geometry_), &region_);
+    if (Status status = SharedMemory::create("hoccl-shm", ShmConnection::regionBytes(geometry_),
+                                             &region_);
         !status) {
       return status.inContext("staging of " + geometryText(geometry_.slots, geometry_.slotBytes));
     }
-    const Greeting greeting{kGreetingMagic,      kShmProtocol, geometry_.slots,
-                            geometry_.slotBytes, self,         peer};
+    const Greeting greeting{kGreetingMagic, kShmProtocol, geometry_.slots, geometry_.slotBytes,
+                            self, peer};
     const int fd = region_.fd();
     bool sent = false;
     if (Status status = sendWithFds(socket_.get(), &greeting, sizeof greeting, {&fd, 1}, &sent);
@@ -97,8 +97,8 @@ class Connecting final : public ShmHandshake {
       return fail(Status::error(Code::Remote, "the peer's mover closed the set-up socket"));
     }
     if (bytes != sizeof answer || answer.magic != kGreetingMagic) {
-      return fail(Status::error(Code::Remote,
-                                fmt::format("answer of {} bytes that is not HOCCL's", bytes)));
+      return fail(Status::error(Code::Remote, fmt::format("answer of {} bytes that is not HOCCL's",
+                                                          bytes)));
     }
     if (answer.decision == Decision::Crossed) return state_ = State::Crossed;
     if (answer.decision != Decision::Accept) {
@@ -169,8 +169,8 @@ class Accepting final : public ShmHandshake {
       return;
     }
     SharedMemory region;
-    if (Status status =
-            SharedMemory::map(std::move(fds_[0]), ShmConnection::regionBytes(geometry_), &region);
+    if (Status status = SharedMemory::map(std::move(fds_[0]),
+                                          ShmConnection::regionBytes(geometry_), &region);
         !status) {
       refuse(status.message());
       return;
@@ -205,8 +205,7 @@ class Accepting final : public ShmHandshake {
 
 class ShmTransport final : public Transport {
  public:
-  ShmTransport(const PeerId& self, const StagingGeometry& geometry)
-      : self_(self), geometry_(geometry) {}
+  ShmTransport(const PeerId& self, const StagingGeometry& geometry) : self_(self), geometry_(geometry) {}
 
   Status listen() {
     std::uint64_t high = 0, low = 0;
