@@ -205,6 +205,7 @@ class MoverLoop final : public LinkOwner {
   /// Operations that have failed and wait for their peer: receives, for its word; sends, for what
   /// is lent.
   std::uint32_t unsettled_ = 0;
+  std::uint64_t lookForOverdueNs_ = 0;   ///< when next
   bool toldStaged_ = false;              ///< that some memory of peers cannot be mapped
   bool abandoned_ = false;               ///< a dead peer's link is still there
   bool leaving_ = false;                 ///< and has a copy in flight

@@ -18,6 +18,8 @@ namespace {
 /// many times HOCCL_SPIN_US.
 constexpr std::uint64_t kSlowestBytesPerNs = 100;
 constexpr std::uint64_t kDirectSpinFactor = 64;
+/// For operations that have waited for their peers' word for too long.
+constexpr std::uint64_t kBetweenLooksNs = 1'000'000;
 
 void describeTo(Link& link, const BufferRef& buffer) {
   Message parts[HandlePart::kParts];
@@ -388,6 +390,8 @@ void MoverLoop::settle(Communicator& communicator, std::int32_t peer) {
 
 void MoverLoop::settleOverdue() {
   const std::uint64_t now = monotonicNs();
+  if (now < lookForOverdueNs_) return;  // others' copies go on meanwhile
+  lookForOverdueNs_ = now + kBetweenLooksNs;
   for (auto& communicator : communicators_) {
     if (!communicator || !communicator->failed || now < communicator->settleByNs) continue;
     for (std::size_t rank = 0; rank < communicator->pairs.size(); ++rank) {
