@@ -45,7 +45,10 @@ Status ProcessCore::moverFor(CUdevice device, CUcontext* context, StreamWaits** 
       ContextGuard guard(driver, entry.context);
       status = StreamWaits::create(driver, config_.wait, config_.timeoutMs, &entry.waits);
     }
-    if (status) status = MoverClient::start(driver, entry.context, config_, &client);
+    if (status) {
+      status = MoverClient::start(driver, entry.context, config_, entry.waits->mayUseMemoryOps(),
+                                  &client);
+    }
     if (!status) return status;
     entry.movers.push_back(std::move(client));
   }
@@ -73,6 +76,15 @@ std::uint64_t ProcessCore::waitCount(WaitKind kind) {
   std::lock_guard lock(mutex_);
   std::uint64_t sum = 0;
   for (const auto& [device, entry] : devices_) sum += entry.waits ? entry.waits->count(kind) : 0;
+  return sum;
+}
+
+std::uint64_t ProcessCore::doorbells() {
+  std::lock_guard lock(mutex_);
+  std::uint64_t sum = 0;
+  for (const auto& [device, entry] : devices_) {
+    for (const auto& mover : entry.movers) sum += mover->segment().header().doorbells.load();
+  }
   return sum;
 }
 

@@ -32,6 +32,8 @@ class ProcessCore {
   [[nodiscard]] bool appCopiesOnly() const { return appCopiesOnly_; }
   /// Waits of that kind enqueued so far, on all devices.
   [[nodiscard]] std::uint64_t waitCount(WaitKind kind);
+  /// How often the movers have made the GPUs look at those waits.
+  [[nodiscard]] std::uint64_t doorbells();
 
  private:
   ProcessCore();

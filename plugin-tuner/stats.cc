@@ -63,9 +63,9 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   text +=
       fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
                   old.communicators, old.ops[0], old.bytes[0]);
-  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}}}}",
+  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}},\"doorbells\":{}}}",
                       core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
-                      core.waitCount(WaitKind::Parked));
+                      core.waitCount(WaitKind::Parked), core.doorbells());
   if (capacity > 0) {
     const std::size_t length = std::min(text.size(), capacity - 1);
     std::memcpy(out, text.data(), length);
@@ -99,10 +99,11 @@ void printStats() {
     std::fprintf(stderr, "%s\n", line.c_str());
   }
   // The kernel is the one exception from using no SM, so it is named.
-  std::fprintf(stderr, "hoccl stats: waits of streams: memop %llu; kernel %llu; parked %llu\n",
-               static_cast<unsigned long long>(core.waitCount(WaitKind::MemoryOp)),
-               static_cast<unsigned long long>(core.waitCount(WaitKind::Kernel)),
-               static_cast<unsigned long long>(core.waitCount(WaitKind::Parked)));
+  const std::string line =
+      fmt::format("hoccl stats: waits of streams: memop {}; kernel {}; parked {}; doorbells {}\n",
+                  core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
+                  core.waitCount(WaitKind::Parked), core.doorbells());
+  std::fputs(line.c_str(), stderr);
 }
 
 }  // namespace hoccl

@@ -35,6 +35,8 @@ namespace hoccl {
     "size of a staging slot, and so of the largest chunk")                                          \
   X(laneDepth, Count, "HOCCL_LANE_DEPTH", "4", 1, 64, "", 0,                                        \
     "copies in flight per direction of the copy engines")                                                        \
+  X(doorbell, Flag, "HOCCL_DOORBELL", "1", 0, 1, "", 0,                                              \
+    "0: the mover does not make an idle GPU look at once at what its streams wait for")            \
   X(spinUs, Micros, "HOCCL_SPIN_US", "200", 0, 1000000, "", 0,                                       \
     "how long the mover spins without progress before it begins to sleep between polls")            \
   X(pollMaxUs, Micros, "HOCCL_POLL_MAX_US", "100", 1, 1000000, "", 0,                               \

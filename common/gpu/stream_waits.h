@@ -45,6 +45,11 @@ class StreamWaits {
   /// Enqueues a Kernel or Parked wait for the flag at that device address.
   Status enqueue(WaitKind kind, CUstream stream, CUdeviceptr flag, std::uint64_t value) const;
 
+  /// Whether any stream may wait by a memory operation where its kernels run.
+  [[nodiscard]] bool mayUseMemoryOps() const {
+    return policy_ == Policy::MemoryOp || (policy_ == Policy::Auto && channels_ > 1);
+  }
+
   [[nodiscard]] std::uint64_t count(WaitKind kind) const {
     return counts_[static_cast<std::size_t>(kind)].load(std::memory_order_relaxed);
   }

@@ -32,7 +32,7 @@ constexpr std::uint32_t kSlotWindow = 64;
 }  // namespace
 
 Status MoverClient::start(const Driver* driver, CUcontext context, const Config& config,
-                          std::unique_ptr<MoverClient>* out) {
+                          bool memoryOpWaits, std::unique_ptr<MoverClient>* out) {
   std::unique_ptr<MoverClient> client(new MoverClient);
   client->driver_ = driver;
   client->context_ = context;
@@ -65,7 +65,7 @@ Status MoverClient::start(const Driver* driver, CUcontext context, const Config&
   HOCCL_RETURN_IF_ERROR(makeSocketPair(&client->socket_, &moverSide));
   HOCCL_RETURN_IF_ERROR(client->spawn(executable, moverSide.get()));
   moverSide.reset();
-  HOCCL_RETURN_IF_ERROR(client->greet(client->gpuUuid_));
+  HOCCL_RETURN_IF_ERROR(client->greet(client->gpuUuid_, memoryOpWaits));
 
   // The watcher makes no CUDA call and takes no signal meant for the application.
   sigset_t all, before;
@@ -82,13 +82,14 @@ Status MoverClient::spawn(const std::string& executable, int socket) {
   return spawnMover(executable, "--serve", socket, &pid_, &moverPidfd_);
 }
 
-Status MoverClient::greet(const std::string& gpuUuid) {
+Status MoverClient::greet(const std::string& gpuUuid, bool memoryOpWaits) {
   MoverHello hello{};
   hello.magic = kMoverMagic;
   hello.protocol = kMoverProtocol;
   hello.applicationPid = ::getpid();
   hello.segmentBytes = memory_.size();
   setText(hello.gpuUuid, gpuUuid);
+  hello.memoryOpWaits = memoryOpWaits ? 1 : 0;
   const int fds[] = {memory_.fd(), bell_.get()};
   MoverReply reply{};
   std::size_t bytes = 0;

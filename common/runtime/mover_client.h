@@ -37,9 +37,9 @@ class MoverClient {
 
   /// Starts the mover for the device of `context`, which is made current for the call. Bounded by
   /// HOCCL_TIMEOUT_MS for each step. Error: why there is no mover (executable missing, its own
-  /// message, no answer).
+  /// message, no answer). `memoryOpWaits`: StreamWaits::mayUseMemoryOps.
   static Status start(const Driver* driver, CUcontext context, const Config& config,
-                      std::unique_ptr<MoverClient>* out);
+                      bool memoryOpWaits, std::unique_ptr<MoverClient>* out);
   ~MoverClient();
 
   [[nodiscard]] const PeerId& id() const { return id_; }
@@ -122,7 +122,7 @@ class MoverClient {
              std::uint64_t boundMs, MoverReply* reply, bool* answered);
   Status ask(const void* request, std::size_t bytes, int fd, std::uint64_t boundMs);
   DropRequest askDrop(OpDescriptor descriptor, const Deadline& deadline);
-  Status greet(const std::string& gpuUuid);
+  Status greet(const std::string& gpuUuid, bool memoryOpWaits);
   void watch();
   void releaseAll(const std::string& why);
   Status endUnresponsive(std::uint32_t index);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "common/base/light_fence.h"
 #include "common/base/log.h"
@@ -41,6 +42,7 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
   out_.lanes = std::move(d.out);
   in_.lanes = std::move(d.in);
   peer_.lanes = std::move(d.peer);
+  doorbell_ = std::move(d.doorbell);
   out_.depth = in_.depth = peer_.depth = static_cast<std::uint32_t>(config.laneDepth);
   starting_.reserve(launches_.size());
 }
@@ -54,6 +56,7 @@ void MoverLoop::run() {
     moved |= takeEvents();
     moved |= pollStarts();
     moved |= progressLinks();
+    ringIfFinished();
     if (!closable_.empty()) acknowledgeCloses();
     if (!dying_.empty() || abandoned_) takeLeave();
     if (imports_.work()) unmapImports();
@@ -212,6 +215,14 @@ bool MoverLoop::progressLinks() {
     }
   }
   return any;
+}
+
+/// One ring for all launches that ended in the round.
+void MoverLoop::ringIfFinished() {
+  if (!std::exchange(finished_, false) || !doorbell_ || broken_) return;
+  bool rang = false;
+  if (const Status status = doorbell_->ring(&rang); !status) return fatal(status);
+  if (rang) segment_.header().doorbells.fetch_add(1, std::memory_order_relaxed);
 }
 
 /// What the loop does between rounds: goes on at once while things move, spins, naps, sleeps.
@@ -609,6 +620,7 @@ void MoverLoop::finishLaunch(Launch& launch) {
     if (!launch.finishByLane) flags.finish.set(stream.sequence);
   }
   launch.active = false;
+  finished_ = true;
   for (const Launch::Stream& stream : launch.streams) {
     segment_.launch(stream.slot).released.set(stream.sequence);
   }

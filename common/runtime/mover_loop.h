@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/base/config.h"
+#include "common/gpu/doorbell.h"
 #include "common/gpu/host_registration.h"
 #include "common/gpu/lane.h"
 #include "common/runtime/import_keeper.h"
@@ -70,6 +71,7 @@ class MoverLoop final : public LinkOwner {
     HostRegistration* segmentRegistration = nullptr;
     MoverQueues* queues = nullptr;
     std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in, peer;
+    std::unique_ptr<Doorbell> doorbell;  ///< of the application's GPU; none: it is not rung
   };
   MoverLoop(Dependencies dependencies, const Config& config);
   ~MoverLoop() override;
@@ -100,6 +102,7 @@ class MoverLoop final : public LinkOwner {
   bool takeEvents();
   bool pollStarts();
   bool progressLinks();
+  void ringIfFinished();
   void takeLeave();
   void tryStop();
   void rest(bool moved);
@@ -183,6 +186,8 @@ class MoverLoop final : public LinkOwner {
   HostRegistration* segmentRegistration_;
   MoverQueues* queues_;
   SharedLanes out_, in_, peer_;
+  std::unique_ptr<Doorbell> doorbell_;
+  bool finished_ = false;  ///< a launch, in this round
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
   std::uint64_t slotBytes_;  ///< of any staging slot, and so of the largest copy
 

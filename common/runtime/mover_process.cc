@@ -15,6 +15,7 @@
 #include "common/base/random.h"
 #include "common/base/shared_memory.h"
 #include "common/base/unix_socket.h"
+#include "common/gpu/doorbell.h"
 #include "common/gpu/driver.h"
 #include "common/gpu/lane.h"
 #include "common/net/shm/shm_transport.h"
@@ -41,13 +42,14 @@ struct MoverProcess {
   HostRegistration segmentRegistration;
   MoverQueues queues;
   std::array<std::unique_ptr<Lane>, SharedLanes::kCount> out, in, peer;
+  std::unique_ptr<Doorbell> doorbell;
   PeerId self;
   std::unique_ptr<TransportSet> transports;
   std::string tcpProblem, verbsProblem;  ///< why peers do not reach this mover that way
 
   Status open(int socket);
   Status openTransports();
-  Status openDevice(const std::string& uuid);
+  Status openDevice(const std::string& uuid, bool rings);
 };
 
 Status MoverProcess::open(int socket) {
@@ -78,7 +80,7 @@ Status MoverProcess::open(int socket) {
   if (!controlEvent) return Status::fromErrno("eventfd", errno);
   queues.loopEventFd = loopEvent.get();
   queues.controlEventFd = controlEvent.get();
-  HOCCL_RETURN_IF_ERROR(openDevice(getText(hello.gpuUuid)));
+  HOCCL_RETURN_IF_ERROR(openDevice(getText(hello.gpuUuid), config.doorbell && hello.memoryOpWaits != 0));
 
   HOCCL_RETURN_IF_ERROR(random64(&self.high));
   HOCCL_RETURN_IF_ERROR(random64(&self.low));
@@ -119,7 +121,7 @@ Status MoverProcess::openTransports() {
   return {};
 }
 
-Status MoverProcess::openDevice(const std::string& uuid) {
+Status MoverProcess::openDevice(const std::string& uuid, bool rings) {
   HOCCL_RETURN_IF_ERROR(Driver::load(&driver));
   HOCCL_RETURN_IF_ERROR(deviceByUuid(driver, uuid, &device));
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuDevicePrimaryCtxRetain(&context, device)));
@@ -131,6 +133,7 @@ Status MoverProcess::openDevice(const std::string& uuid) {
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::ToDevice, &in[i]));
     HOCCL_RETURN_IF_ERROR(makeStreamLane(driver, LaneDirection::Peer, &peer[i]));
   }
+  if (rings) HOCCL_RETURN_IF_ERROR(makeStreamDoorbell(driver, &doorbell));
   return {};
 }
 
@@ -182,7 +185,8 @@ int runMover(int socket) {
                   .queues = &process.queues,
                   .out = std::move(process.out),
                   .in = std::move(process.in),
-                  .peer = std::move(process.peer)},
+                  .peer = std::move(process.peer),
+                  .doorbell = std::move(process.doorbell)},
                  process.config);
   loop.run();
   // Whatever the driver does while everything is taken down: the process ends in bounded time.

@@ -12,7 +12,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kMoverMagic = 0x72766d2d4c434f48ull;  // "HOCL-mvr"
-inline constexpr std::uint32_t kMoverProtocol = 8;
+inline constexpr std::uint32_t kMoverProtocol = 9;
 /// The descriptor at which a mover finds its end of the socket pair.
 inline constexpr int kMoverSocketFd = 3;
 inline constexpr std::size_t kAddressBytes = 72;
@@ -26,6 +26,8 @@ struct MoverHello {
   std::int32_t applicationPid;
   std::uint64_t segmentBytes;
   char gpuUuid[48];
+  /// 1: streams of the application wait by memory operations where their kernels run (Doorbell).
+  std::uint32_t memoryOpWaits;
 };
 
 /// The mover's answer to anything. `ok` 0: `text` says why.

@@ -17,7 +17,7 @@
 namespace hoccl {
 
 inline constexpr std::uint64_t kSegmentMagic = 0x314c43434f48ull;  // "HOCCL1"
-inline constexpr std::uint32_t kSegmentVersion = 10;
+inline constexpr std::uint32_t kSegmentVersion = 11;
 inline constexpr std::uint32_t kMaxCommunicators = 1024;
 inline constexpr std::uint32_t kOpRingEntries = 4096;  // power of two
 inline constexpr std::size_t kIpcHandleBytes = 64;
@@ -152,7 +152,7 @@ struct alignas(kCacheLine) SegmentHeader {
   std::atomic<std::uint32_t> lightFences;
   // What the mover did, for `hoccl` and the tests.
   alignas(kCacheLine) std::atomic<std::uint64_t> loopWakeups;
-  std::atomic<std::uint64_t> chunksOut, chunksIn, imports, unmaps;
+  std::atomic<std::uint64_t> chunksOut, chunksIn, imports, unmaps, doorbells;
   DropSlot drops[kDropSlots];
   SpanSlot spans[kSpanSlots];
 };

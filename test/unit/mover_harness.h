@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -25,6 +26,7 @@
 #include "common/base/shared_memory.h"
 #include "common/base/status.h"
 #include "common/base/unix_socket.h"
+#include "common/gpu/doorbell.h"
 #include "common/gpu/host_registration.h"
 #include "common/net/shm/shm_transport.h"
 #include "common/net/transport.h"
@@ -46,6 +48,27 @@ namespace hoccl::test {
 
 /// Set by a test that counts what the loop's thread allocates.
 inline thread_local std::atomic<std::uint64_t>* allocationCounter = nullptr;
+
+/// A doorbell that counts. What the loop's thread finds at each ring the test may look at.
+class FakeDoorbell final : public Doorbell {
+ public:
+  struct Seen {
+    std::atomic<std::uint64_t> rings{0};
+    std::atomic<bool> refuses{false};
+    std::function<void()> look;  ///< set before the loop starts
+  };
+  explicit FakeDoorbell(Seen* seen) : seen_(seen) {}
+  Status ring(bool* rang) override {
+    if (seen_->refuses) return Status::error(Code::Cuda, "fake doorbell refuses");
+    if (seen_->look) seen_->look();
+    seen_->rings.fetch_add(1);
+    *rang = true;
+    return {};
+  }
+
+ private:
+  Seen* seen_;
+};
 
 /// One mover (loop, control thread, shm transport, fake engines) and the segment's application
 /// side.
@@ -114,6 +137,7 @@ class TestMover {
       d.in[i] = engines.lane(LaneDirection::ToDevice);
       d.peer[i] = engines.lane(LaneDirection::Peer);
     }
+    d.doorbell = std::make_unique<FakeDoorbell>(&doorbell);
     engines.start();
     loop_ = std::make_unique<MoverLoop>(std::move(d), config);
     controlThread_ = std::thread([this] { control_->run(); });
@@ -256,6 +280,7 @@ class TestMover {
   [[nodiscard]] const PeerId& id() const { return self_; }
 
   CopyEngines engines;
+  FakeDoorbell::Seen doorbell;
   Segment segment;
   std::atomic<std::uint64_t> allocations{0};
   std::map<std::uint32_t, PairCounts*> counts;  ///< by communicator, then by rank
