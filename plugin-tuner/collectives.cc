@@ -1,5 +1,6 @@
 // Collectives as the sends and receives they consist of. Where input and output differ, a rank's
-// own block goes through its mover as well: a copy within the device would be a kernel.
+// own block goes through its mover as well: a copy within the device would be a kernel. Where that
+// is allowed (HOCCL_OWN_BLOCK=kernel), the application's stream makes it.
 
 #include "plugin-tuner/call_support.h"
 #include "plugin-tuner/operations.h"
@@ -39,12 +40,14 @@ class Collective {
   void receive(int peer) { add(OpKind::Recv, &out_, perRankOut_ ? peer : 0, peer); }
   /// This rank's block for itself, which goes to nobody else.
   void ownBlock() {
+    if (copyOwn()) return;
     send(rank());
     receive(rank());
   }
   /// This rank's block where all get the same, after the sends to the others: copied out for one of
   /// them and copied in both there and here.
   void ownBlockOfAll() {
+    if (copyOwn()) return;
     // What goes directly from GPU to GPU passes no slots from which the own block could come.
     if (ranks() == 1 || call_.comm().direct[static_cast<std::size_t>(after(1))]) {
       return ownBlock();
@@ -58,6 +61,10 @@ class Collective {
   void launch() { call_.launch(moved_); }
 
  private:
+  bool copyOwn() {
+    return call_.copyOwn(in_, perRankIn_ ? own() : 0, out_, perRankOut_ ? own() : 0);
+  }
+  [[nodiscard]] std::uint64_t own() const { return block() * static_cast<std::uint64_t>(rank()); }
   void add(OpKind kind, SteeredCall::Buffer* buffer, int blockIndex, int peer) {
     call_.add(kind, buffer, block() * static_cast<std::uint64_t>(blockIndex), peer, true);
     if (peer != rank() && kind != OpKind::Mirror) moved_ += block();

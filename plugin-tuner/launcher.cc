@@ -4,8 +4,10 @@
 #include <array>
 #include <functional>
 #include <optional>
+#include <utility>
 
 #include "common/runtime/chunk_plan.h"
+#include "plugin-tuner/process_core.h"
 
 namespace hoccl {
 namespace {
@@ -16,6 +18,7 @@ Launcher::Launcher() {
   ops_.reserve(kReserve);
   streams_.reserve(16);
   slots_.reserve(16);
+  ownBlocks_.reserve(16);
 }
 
 void Launcher::clear() {
@@ -30,6 +33,7 @@ void Launcher::clear() {
   }
   blocks_.clear();
   copies_.clear();
+  ownBlocks_.clear();
 }
 
 bool Launcher::aborted() const {
@@ -41,6 +45,7 @@ bool Launcher::aborted() const {
 /// names.
 Status Launcher::prepare() {
   if (!driver_) HOCCL_RETURN_IF_ERROR(Driver::load(&driver_));
+  if (ops_.size() > 2 && ProcessCore::get().ownBlocksByKernel()) takeOwnBlocks(&ops_, &ownBlocks_);
   for (const PendingOp& op : ops_) {
     bool known = false;
     for (const StreamLaunch& launch : streams_) {
@@ -97,6 +102,17 @@ Status Launcher::copyOut(const StreamLaunch& launch) {
     if (!each.copy.out || !launch.has(each)) continue;
     HOCCL_RETURN_IF_ERROR(enqueue(each.copy, launch.stream));
     for (StagedBlock& staged : blocks_) staged.onStream |= staged.block == each.copy.block;
+  }
+  return {};
+}
+
+Status Launcher::copyOwnBlocks(const StreamLaunch& launch) {
+  const ContextGuard guard(driver_, launch.context);
+  for (const OwnBlock& each : ownBlocks_) {
+    if (!launch.has(each) || each.to == each.from) continue;
+    HOCCL_RETURN_IF_ERROR(
+        HOCCL_CU(driver_, cuMemcpyDtoDAsync(each.to, each.from, each.bytes, launch.stream)));
+    ProcessCore::get().countOwnBlock();
   }
   return {};
 }
@@ -177,12 +193,23 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
   if (start && !blocks_.empty()) HOCCL_RETURN_IF_ERROR(copyOut(launch));
   std::array<CUstreamBatchMemOpParams, 2> operations{};
   unsigned count = 0;
+  const auto submit = [&]() -> Status {
+    if (count == 0) return {};
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+        driver_, cuStreamBatchMemOp(launch.stream, std::exchange(count, 0), operations.data(), 0)));
+    launch.issued = true;
+    return {};
+  };
   if (start) {
     auto& write = operations[count++].writeValue;
     write.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
     write.address = launch.mover->startAddress(launch.slot);
     write.value64 = launch.slot.sequence;
     write.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+    if (!ownBlocks_.empty()) {
+      HOCCL_RETURN_IF_ERROR(submit());
+      HOCCL_RETURN_IF_ERROR(copyOwnBlocks(launch));
+    }
   }
   WaitKind kind = WaitKind::MemoryOp;
   const CUdeviceptr finish = launch.mover->finishAddress(launch.slot);
@@ -198,11 +225,7 @@ Status Launcher::issue(StreamLaunch& launch, bool start, bool wait, CUcontext cu
     await.value64 = launch.slot.sequence;
     await.flags = CU_STREAM_WAIT_VALUE_GEQ;
   }
-  if (count > 0) {
-    HOCCL_RETURN_IF_ERROR(
-        HOCCL_CU(driver_, cuStreamBatchMemOp(launch.stream, count, operations.data(), 0)));
-    launch.issued = true;
-  }
+  HOCCL_RETURN_IF_ERROR(submit());
   if (start && !blocks_.empty()) noteLaunch(launch);
   if (!wait) return {};
   if (kind != WaitKind::MemoryOp) {

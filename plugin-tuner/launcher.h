@@ -10,6 +10,7 @@
 #include "common/gpu/driver.h"
 #include "common/runtime/segment.h"
 #include "common/runtime/staging_pool.h"
+#include "plugin-tuner/own_blocks.h"
 #include "plugin-tuner/steered_comm.h"
 
 namespace hoccl {
@@ -31,6 +32,7 @@ struct PendingOp {
   CUstream stream = nullptr;
   OpDescriptor descriptor{};
   SpanSlot* span = nullptr;  ///< pinned for it, until it is handed over
+  CUdeviceptr address = 0;   ///< of the bytes, where no application-side copy stands between
 };
 
 /// A set of steered operations of one outermost group, issued in three steps, so that operations
@@ -54,6 +56,8 @@ class Launcher {
     copies_.push_back({comm, stream, copy});
     for (StagedBlock& each : blocks_) each.comesIn |= each.block == copy.block && !copy.out;
   }
+  /// A block that a stream of this launch copies by itself.
+  void add(const OwnBlock& block) { ownBlocks_.push_back(block); }
   void clear();
   /// Whether a communicator of these operations has been aborted meanwhile.
   [[nodiscard]] bool aborted() const;
@@ -94,6 +98,7 @@ class Launcher {
     AppCopy copy;
   };
   Status copyOut(const StreamLaunch& launch);
+  Status copyOwnBlocks(const StreamLaunch& launch);
   void noteLaunch(const StreamLaunch& launch);
   Status copyIn(const StreamLaunch& launch);
   Status copyAllIn();
@@ -114,6 +119,7 @@ class Launcher {
   std::vector<StreamLaunch> streams_;
   std::vector<StagedBlock> blocks_;
   std::vector<StagedCopy> copies_;
+  std::vector<OwnBlock> ownBlocks_;
   std::vector<std::pair<CUcontext, CUevent>> events_;  ///< kept; few
   bool waiting_ = false;                               ///< the stream waits already
   std::vector<MoverClient::Slot*> slots_;              ///< scratch

@@ -2,6 +2,7 @@
 
 #include "common/base/log.h"
 #include "common/gpu/frees_seen.h"
+#include "plugin-tuner/own_blocks.h"
 
 namespace hoccl {
 
@@ -13,6 +14,7 @@ ProcessCore& ProcessCore::get() {
 ProcessCore::ProcessCore() : config_(Config::defaults()) {
   setLogRole("app");
   configStatus_ = Config::fromEnvironment(&config_);
+  ownBlocksByKernel_ = config_.ownBlock == "kernel";
   if (!configStatus_) {
     logError("{}; this job stays with plain NCCL", configStatus_.message());
   } else if (!config_.steer) {
@@ -43,7 +45,10 @@ Status ProcessCore::moverFor(CUdevice device, CUcontext* context, StreamWaits** 
     if (devices_.size() == 1 && entry.movers.empty()) chooseAppCopies();
     if (!entry.waits) {
       ContextGuard guard(driver, entry.context);
-      status = StreamWaits::create(driver, config_.wait, config_.timeoutMs, &entry.waits);
+      if (ownBlocksByKernel_) status = prepareOwnBlocks(driver, config_.timeoutMs);
+      if (status) {
+        status = StreamWaits::create(driver, config_.wait, config_.timeoutMs, &entry.waits);
+      }
     }
     if (status) {
       status = MoverClient::start(driver, entry.context, config_, entry.waits->mayUseMemoryOps(),

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,6 +32,13 @@ class ProcessCore {
   /// Whether no buffer of this process may be mapped by a mover. Settled before the first mover is
   /// up.
   [[nodiscard]] bool appCopiesOnly() const { return appCopiesOnly_; }
+  /// HOCCL_OWN_BLOCK=kernel.
+  [[nodiscard]] bool ownBlocksByKernel() const { return ownBlocksByKernel_; }
+  void countOwnBlock() { ownBlocks_.fetch_add(1, std::memory_order_relaxed); }
+  /// Own blocks copied by a kernel so far.
+  [[nodiscard]] std::uint64_t ownBlocks() const {
+    return ownBlocks_.load(std::memory_order_relaxed);
+  }
   /// Waits of that kind enqueued so far, on all devices.
   [[nodiscard]] std::uint64_t waitCount(WaitKind kind);
   /// How often the movers have made the GPUs look at those waits.
@@ -43,6 +52,8 @@ class ProcessCore {
   Status configStatus_;
   CommTable comms_;
   bool appCopiesOnly_ = false;
+  bool ownBlocksByKernel_ = false;
+  std::atomic<std::uint64_t> ownBlocks_{0};
   std::mutex mutex_;  ///< set-up only
   struct Device {
     CUcontext context = nullptr;

@@ -30,10 +30,10 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   bool firstComm = true;
   ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
     comm.countDirect();
-    // By side: the three paths of HOCCL, then NCCL for whatever reason.
-    constexpr int kNccl = 3;
+    // By side: the four paths of HOCCL, then NCCL for whatever reason.
+    constexpr int kNccl = 4;
     static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1 &&
-                  static_cast<int>(Path::Direct) == 2);
+                  static_cast<int>(Path::Direct) == 2 && static_cast<int>(Path::OwnBlock) == 3);
     std::uint64_t ops[kNccl + 1] = {}, bytes[kNccl + 1] = {};
     std::string reasons;
     for (int p = 0; p < kPaths; ++p) {
@@ -50,12 +50,12 @@ std::size_t statsJson(char* out, std::size_t capacity) {
         "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":"
         "\"{}\",\"paths\":{{"
         "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"app-copies\":{{\"ops\":{},\"bytes\":{}}},"
-        "\"direct\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
+        "\"direct\":{{\"ops\":{},\"bytes\":{}}},\"own-block\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
         "{{{"
         "}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
         comm.steering() ? '"' + comm.transport + '"' : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
-        bytes[1], ops[2], bytes[2], ops[3], bytes[3], reasons);
+        bytes[1], ops[2], bytes[2], ops[3], bytes[3], ops[4], bytes[4], reasons);
     firstComm = false;
   });
   ProcessCore& core = ProcessCore::get();
@@ -63,9 +63,9 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   text +=
       fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
                   old.communicators, old.ops[0], old.bytes[0]);
-  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}},\"doorbells\":{}}}",
+  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}},\"doorbells\":{},\"ownBlocksByKernel\":{}}}",
                       core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
-                      core.waitCount(WaitKind::Parked), core.doorbells());
+                      core.waitCount(WaitKind::Parked), core.doorbells(), core.ownBlocks());
   if (capacity > 0) {
     const std::size_t length = std::min(text.size(), capacity - 1);
     std::memcpy(out, text.data(), length);
@@ -98,12 +98,16 @@ void printStats() {
     }
     std::fprintf(stderr, "%s\n", line.c_str());
   }
-  // The kernel is the one exception from using no SM, so it is named.
+  // The kernels are the exceptions from using no SM, so they are named.
   const std::string line =
       fmt::format("hoccl stats: waits of streams: memop {}; kernel {}; parked {}; doorbells {}\n",
                   core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
                   core.waitCount(WaitKind::Parked), core.doorbells());
   std::fputs(line.c_str(), stderr);
+  if (core.ownBlocksByKernel()) {
+    std::fputs(fmt::format("hoccl stats: own blocks: {} by kernel\n", core.ownBlocks()).c_str(),
+               stderr);
+  }
 }
 
 }  // namespace hoccl

@@ -204,6 +204,7 @@ bool SteeredCall::exports(const void* buffer, std::uint64_t bytes, Buffer* out) 
   Status status;
   bool stages = core.appCopiesOnly();
   if (!stages) {
+    out->address = reinterpret_cast<CUdeviceptr>(buffer);
     status = exportTo(buffer, bytes, out);
     if (status) return true;
     stages = status.code() == Code::Unsupported && core.config().appCopies != "never";
@@ -272,13 +273,26 @@ void SteeredCall::add(OpKind kind, Buffer* buffer, std::uint64_t offset, int pee
   d.buffer = buffer->ref;
   d.buffer.offset += offset;
   op.span = pinFor(*buffer);
-  if (!buffer->block) return;
+  if (!buffer->block) {
+    op.address = buffer->address + offset;
+    return;
+  }
   noteBlock(kind, buffer);
   if (kind != OpKind::Send) {
     open_.launcher.add(
         comm_, stream_,
         AppCopy{buffer->block, buffer->address + offset, offset, bytes_, false, buffer->host});
   }
+}
+
+bool SteeredCall::copyOwn(const Buffer& in, std::uint64_t inOffset, const Buffer& out,
+                          std::uint64_t outOffset) {
+  // A launch of one's own block alone would have nothing for the mover to end.
+  if (!ProcessCore::get().ownBlocksByKernel() || in.block || out.block || comm_->ranks == 1)
+    return false;
+  open_.launcher.add(
+      OwnBlock{comm_, stream_, out.address + outOffset, in.address + inOffset, bytes_});
+  return true;
 }
 
 ncclResult_t SteeredCall::launch(std::uint64_t movedBytes) {

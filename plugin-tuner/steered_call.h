@@ -56,6 +56,9 @@ class SteeredCall {
   /// A send or receive of one peer: bytes() from `offset` of the buffer on. After all exports. A
   /// mirror is of the send to that peer that was added last.
   void add(OpKind kind, Buffer* buffer, std::uint64_t offset, int peer, bool collective);
+  /// bytes() of this rank to itself, by a kernel. False where that is not wanted or not to be had:
+  /// they have to be sent and received.
+  bool copyOwn(const Buffer& in, std::uint64_t inOffset, const Buffer& out, std::uint64_t outOffset);
   /// After the last add: counts the call and launches it, in a group with the group's end.
   ncclResult_t launch(std::uint64_t movedBytes);
   /// Of a call that is not HOCCL's: how it is counted; its communicator is null if it is not.

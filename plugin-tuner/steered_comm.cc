@@ -15,6 +15,8 @@ const char* pathName(Path path) {
       return "app-copies";
     case Path::Direct:
       return "direct";
+    case Path::OwnBlock:
+      return "own-block";
     case Path::NcclSmall:
       return "nccl-small";
     case Path::NcclUnsteered:

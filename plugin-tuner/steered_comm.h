@@ -21,10 +21,11 @@ namespace hoccl {
 
 /// Where an operation went, and why it did not go the other way.
 enum class Path : std::uint8_t {
-  Staged,         ///< through the movers
-  AppCopies,      ///< the same, by the application's copies to or from staging memory
-  Direct,         ///< from GPU to GPU; the mover counts these, of what was counted as Staged
-  NcclSmall,      ///< under HOCCL_MIN_BYTES
+  Staged,     ///< through the movers
+  AppCopies,  ///< the same, by the application's copies to or from staging memory
+  Direct,     ///< from GPU to GPU; the mover counts these, of what was counted as Staged
+  OwnBlock,   ///< of the rank to itself, by a kernel of the application's stream (HOCCL_OWN_BLOCK)
+  NcclSmall,  ///< under HOCCL_MIN_BYTES
   NcclUnsteered,  ///< the communicator is plain NCCL, for the reason it carries
   NcclPair,       ///< this pair of ranks cannot be reached by a transport
   NcclCapture,    ///< the stream is being captured
@@ -111,14 +112,11 @@ struct SteeredComm {
   bool leftMover = false;  ///< `moverIndex` may be another's; guarded by countMutex
 
   [[nodiscard]] bool steering() const { return mover != nullptr; }
-  void count(Path path, std::uint64_t bytes) {
-    PathCounters& counter = counters[static_cast<int>(path)];
-    // One thread at a time uses a communicator, as NCCL demands; others only read.
-    const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t n) {
-      to.store(to.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
-    };
-    add(counter.ops, 1);
-    add(counter.bytes, bytes);
+  void count(Path path, std::uint64_t bytes) { count(path, 1, bytes); }
+  /// Of an operation that goes another way after all.
+  void recount(Path from, Path to, std::uint64_t bytes) {
+    count(from, -1ull, -bytes);
+    count(to, bytes);
   }
   struct Moved {
     std::uint64_t ops, bytes;
@@ -127,12 +125,23 @@ struct SteeredComm {
   [[nodiscard]] Moved moved(Path path) const;
   /// Fetches what the mover counts. Any thread.
   void countDirect();
-  /// When the mover has ended the communicator: fetches it for the last time and leaves the index to
-  /// others.
+  /// When the mover has ended the communicator: fetches it for the last time and leaves the index
+  /// to others.
   void leaveMover();
   /// Why the communicator cannot be used any more; ok while it can.
   [[nodiscard]] Status health();
   void fail(const Status& status);
+
+ private:
+  void count(Path path, std::uint64_t ops, std::uint64_t bytes) {
+    PathCounters& counter = counters[static_cast<int>(path)];
+    // One thread at a time uses a communicator, as NCCL demands; others only read.
+    const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t n) {
+      to.store(to.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    };
+    add(counter.ops, ops);
+    add(counter.bytes, bytes);
+  }
 };
 
 /// Communicators by NCCL's handle: look-ups take no lock. A removed one's memory is kept until many

@@ -67,6 +67,10 @@ namespace hoccl {
   X(spans, Choice, "HOCCL_SPANS", "on", 0, 0, "off|on", 0,                                         \
     "whether the mover maps memory of cuMemCreate (PyTorch's expandable_segments); off: "             \
     "application-side copies, as HOCCL_APP_COPIES says")                                             \
+  X(ownBlock, Choice, "HOCCL_OWN_BLOCK", "engine", 0, 0, "engine|kernel", 0,                         \
+    "how a rank's own block is copied, in collectives out of place and in groups with a send and receive "  \
+    "of the rank to itself: by copy engines, over another GPU or the host (engine), or within the GPU, "  \
+    "which is fast, but a kernel (kernel)")                                                         \
   X(wait, Choice, "HOCCL_WAIT", "auto", 0, 0, "auto|memop|kernel|parked", 0,                        \
     "how the application's streams wait: by memory operations, by a kernel of one warp, by memory "  \
     "operations behind a small copy, or memop while the process has channels to spare, else kernel")    \

@@ -61,6 +61,60 @@ TEST_P(CollectivesOf, AllRootsInAndOutOfPlaceAtOddSizesWithoutAnySm) {
   }
 }
 
+std::uint64_t ownBlocks(const Job& job, int rank) {
+  return nlohmann::json::parse(job.said(rank, "stats"))["ownBlocksByKernel"].get<std::uint64_t>();
+}
+
+/// HOCCL_OWN_BLOCK=kernel: each collective out of place has one copy within the GPU, and no other
+/// does.
+TEST_P(CollectivesOf, OwnBlocksByKernelOnRequest) {
+  for (const bool oneNode : {false, true}) {
+    SCOPED_TRACE(oneNode ? "one node" : "a node each");
+    Job job("collectives", GetParam());
+    if (oneNode) job.oneNode();
+    job.env("HOCCL_OWN_BLOCK", "kernel")
+        .argument("steered", "65536,70001")
+        .argument("small", "1003");
+    job.finish(60);
+    std::uint64_t all = 0, smOps = 0;
+    for (int rank = 0; rank < GetParam(); ++rank) {
+      EXPECT_EQ(Counts(job, rank).small, number(job, rank, "small"));
+      EXPECT_GT(ownBlocks(job, rank), 0u);
+      all += ownBlocks(job, rank);
+      // The emulator counts by GPU, which the ranks share where each is a node.
+      smOps += oneNode || rank == 0 ? static_cast<std::uint64_t>(number(job, rank, "smOps")) : 0;
+    }
+    EXPECT_EQ(smOps, all);
+  }
+}
+
+/// Sends and receives of a rank to itself, in one group (PyTorch's all-to-all): pairs are copied,
+/// and what has no counterpart there goes through the mover.
+TEST_P(CollectivesOf, OwnPairsOfAGroupByKernelOnRequest) {
+  Job job("allToAllV", GetParam());
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish(60);
+  std::uint64_t all = 0;
+  for (int rank = 0; rank < GetParam(); ++rank) {
+    std::uint64_t own = 0, staged = 0;
+    for (const auto& comm : job.communicators(rank)) {
+      own += comm["paths"]["own-block"]["ops"].get<std::uint64_t>();
+      staged += comm["paths"]["staged"]["ops"].get<std::uint64_t>();
+    }
+    EXPECT_EQ(own, 2 * ownBlocks(job, rank)) << "a send and a receive each";
+    EXPECT_EQ(own + staged, static_cast<std::uint64_t>(number(job, rank, "staged")));
+    all += own;
+  }
+  EXPECT_EQ(all > 0, GetParam() > 2);  // of two ranks each has a small one
+}
+
+/// Beside other operations of its stream only: where there are none the mover would have nothing to
+/// end, and between two streams nothing would tell the one when the other is through.
+TEST(Collectives, WhatARankSendsItselfIsAnOwnBlockBesideOthersOfItsStream) {
+  Job job("toItself", 2);
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish(60);
+  for (int rank : {0, 1}) EXPECT_EQ(ownBlocks(job, rank), 3u * 2u);  // sizes, orders
+}
+
 TEST_P(CollectivesOf, AllToAllVWithSkewZeroesAndTheOwnBlock) {
   Job job("allToAllV", GetParam());
   job.finish(60);

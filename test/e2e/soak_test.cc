@@ -71,6 +71,7 @@ const Variant kVariants[] = {
      1,
      true,
      {{"E2E_MEMORY", "mapped"}, {"EMUCUDA_NVLINK", "0"}, {"HOCCL_SLOTS", "2"}}},
+    {"OwnBlocksByKernel", 1, true, {{"HOCCL_OWN_BLOCK", "kernel"}, {"EMUCUDA_DELAY_US", "30"}}},
     {"OneNodeWithoutP2P", 1, false, {{"EMUCUDA_P2P", "0"}}},
     {"Segments",
      2,
@@ -163,7 +164,7 @@ TEST_P(Soak, EveryByteOfRandomOperations) {
       const auto ops = [&](const char* path) {
         return comm["paths"][path]["ops"].template get<std::uint64_t>();
       };
-      its += ops("staged") + ops("direct") + ops("app-copies");
+      its += ops("staged") + ops("direct") + ops("app-copies") + ops("own-block");
       direct += ops("direct");
     }
     EXPECT_EQ(std::to_string(its), job.said(rank, "expectedSteered")) << "rank " << rank;

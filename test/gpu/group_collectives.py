@@ -20,6 +20,16 @@ CASES = [
     "functional",
     "streams_and_groups",
 ]
+# Those with a block of the rank's own, which with HOCCL_OWN_BLOCK=kernel its stream copies.
+OWN_BLOCK_CASES = [
+    "all_gather_into_tensor",
+    "all_to_all_single_equal",
+    "all_to_all_single_skewed",
+    "gather",
+    "scatter",
+    "streams_and_groups",
+]
+OWN_BLOCK_BY_KERNEL = {"HOCCL_OWN_BLOCK": "kernel"}
 LIMIT_S = 60
 
 
@@ -39,4 +49,11 @@ def run(context):
     group_zerosm.report_window(context, windows, directory, "clean_window", "no_sm_used", {})
     common.run_cases(
         context, "cases_collectives", [(name, LIMIT_S) for name in CASES], env={"HOCCL_STRICT": "1"}
+    )
+    common.run_cases(
+        context,
+        "cases_collectives",
+        [(name, LIMIT_S) for name in OWN_BLOCK_CASES],
+        prefix="own_block_by_kernel_",
+        env={"HOCCL_STRICT": "1", **OWN_BLOCK_BY_KERNEL},
     )

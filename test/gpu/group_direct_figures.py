@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import common
+import group_collectives
 import group_direct
 import procs
 from common import GIB, KIB, MIB
@@ -171,6 +172,19 @@ def run(context):
             "GB/s",
             {"nccl_gbs": other and other["algbw_gbs"], "in_place": in_place},
         )
+    if not context.quick:
+        for operation in ("allgather", "alltoall"):
+            name = f"{operation}_1GiB_out_of_place_own_block_by_kernel"
+            rows = _bench(
+                context,
+                f"bench_{name}",
+                operation,
+                GIB,
+                GIB,
+                env=group_collectives.OWN_BLOCK_BY_KERNEL,
+            )
+            row = _row(rows, "hoccl", GIB, in_place=False)
+            _goal(context, name, row, row and row["algbw_gbs"], COLLECTIVE_GBS, True, "GB/s")
     for ctas in CTAS:
         _bench(
             context,

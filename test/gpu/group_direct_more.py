@@ -14,6 +14,13 @@ def run(context):
         return
     env = group_direct.DIRECT
     group_direct.cases(context, "cases_collectives", group_collectives.CASES, "", env)
+    group_direct.cases(
+        context,
+        "cases_collectives",
+        group_collectives.OWN_BLOCK_CASES,
+        "own_block_by_kernel_",
+        {**env, **group_collectives.OWN_BLOCK_BY_KERNEL},
+    )
     group_direct.cases(context, "cases_memory", FREES, "", env)
     with group_memory.ranks_with(context, "expandable", "expandable_segments:True") as inner:
         group_direct.cases(inner, "cases_memory", ["expandable_directly"], "", env)
