@@ -53,7 +53,7 @@ class Side {
 struct Outcome {
   std::vector<int> statuses;  ///< as wait() gives them
   bool timedOut = false;
-  double seconds = 0;
+  double seconds = 0;  ///< in which the children have run
   std::string output;  ///< of all, standard error and output
   [[nodiscard]] bool ok() const;
   [[nodiscard]] std::string text() const;

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -95,7 +96,7 @@ class P2pLimitOf : public ::testing::Test {
     std::ofstream(cpuinfo_) << "processor\t: 0\nvendor_id\t: " << vendor << "\n";
     return cpuinfo_;
   }
-  const std::string cpuinfo_ = ::testing::TempDir() + "hoccl-cpuinfo";
+  const std::string cpuinfo_ = ::testing::TempDir() + "hoccl-cpuinfo-" + std::to_string(::getpid());
 };
 
 TEST_F(P2pLimitOf, NothingSaidAsNcclDecides) {
