@@ -55,7 +55,7 @@ class FakeDoorbell final : public Doorbell {
   struct Seen {
     std::atomic<std::uint64_t> rings{0};
     std::atomic<bool> refuses{false};
-    std::atomic<int> busy{0};  ///< so often the last ring is still under way
+    std::atomic<int> busy{0};    ///< so often the last ring is still under way
     std::function<void()> look;  ///< set before the loop starts
   };
   explicit FakeDoorbell(Seen* seen) : seen_(seen) {}

@@ -160,8 +160,8 @@ TEST(Pull, Rule8WhatTheSenderWantsBackIsUnmappedBeforeItIsTold) {
   EXPECT_EQ(fakeImports().closed.load(), unmapped + 1);
 }
 
-/// The receive goes on through the slots, for as long as it takes; the sender's application may free
-/// meanwhile what else lies there.
+/// The receive goes on through the slots, for as long as it takes; the sender's application may
+/// free meanwhile what else lies there.
 TEST(Pull, WhatIsRefusedIsLetGo) {
   ScriptedNeighbour s;
   DeviceBuffer from(kBytes), to(kBytes);

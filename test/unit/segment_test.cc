@@ -239,8 +239,8 @@ TEST(OpRing, FourProducersLoseAndTearNothing) {
   EXPECT_TRUE(segment.empty());
 }
 
-/// Two threads may end a communicator at the same time, and the one that does not wait for the mover
-/// must not give the index away under it.
+/// Two threads may end a communicator at the same time, and the one that does not wait for the
+/// mover must not give the index away under it.
 TEST(CommunicatorRecord, IsLeftOnceAndOnlyWhenTheMoverHasClosedIt) {
   CommunicatorRecord record{};
   const auto set = [&](CommunicatorState state) {
