@@ -47,7 +47,7 @@ void SteeredComm::countDirect() {
 void SteeredComm::leaveMover() {
   countDirect();
   std::lock_guard lock(countMutex);
-  if (mover && !std::exchange(leftMover, true)) mover->freeCommunicator(moverIndex);
+  if (mover && !leftMover) leftMover = mover->freeCommunicator(moverIndex);
 }
 
 SteeredComm::Moved SteeredComm::moved(Path path) const {

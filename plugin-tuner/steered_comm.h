@@ -126,7 +126,7 @@ struct SteeredComm {
   /// Fetches what the mover counts. Any thread.
   void countDirect();
   /// When the mover has ended the communicator: fetches it for the last time and leaves the index
-  /// to others.
+  /// to others. Does nothing while another thread still waits for that end, who then leaves it.
   void leaveMover();
   /// Why the communicator cannot be used any more; ok while it can.
   [[nodiscard]] Status health();

@@ -289,9 +289,8 @@ Status MoverClient::endCommunicator(std::uint32_t index, OpKind kind) {
   return {};
 }
 
-void MoverClient::freeCommunicator(std::uint32_t index) {
-  segment_.communicator(index).state.store(static_cast<std::uint32_t>(CommunicatorState::Free),
-                                           std::memory_order_release);
+bool MoverClient::freeCommunicator(std::uint32_t index) {
+  return segment_.communicator(index).leave();
 }
 
 /// A mover that does not answer (stopped, or stuck in the driver) may still have copies under way.

@@ -62,8 +62,9 @@ class MoverClient {
   /// mover has quiesced its copies, or is dead. Abort is bounded by HOCCL_TIMEOUT_MS; a mover that does
   /// not answer by then is killed.
   Status endCommunicator(std::uint32_t index, OpKind kind);
-  /// Of one that has ended, when what the mover has counted is read: the index may be another's.
-  void freeCommunicator(std::uint32_t index);
+  /// Of one that has ended, when what the mover has counted is read: the index may be another's. False:
+  /// it has not ended yet, since another thread waits for that (endCommunicator).
+  bool freeCommunicator(std::uint32_t index);
   /// Gives the mover host memory that operations name by `id`. The mover has it registered when this
   /// returns. Bounded by HOCCL_TIMEOUT_MS and 5 s for each GB. Any thread; takes a lock.
   Status addStaging(std::uint64_t id, const SharedMemory& memory);

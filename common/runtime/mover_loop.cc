@@ -56,11 +56,11 @@ void MoverLoop::run() {
     moved |= takeEvents();
     moved |= pollStarts();
     moved |= progressLinks();
-    ringIfFinished();
     if (!closable_.empty()) acknowledgeCloses();
     if (!dying_.empty() || abandoned_) takeLeave();
     if (imports_.work()) unmapImports();
     if (unsettled_ > 0) settleOverdue();
+    ringIfFinished();  // behind all that may end launches
     if (stopping_) tryStop();
     rest(moved);
   }
@@ -217,12 +217,15 @@ bool MoverLoop::progressLinks() {
   return any;
 }
 
-/// One ring for all launches that ended in the round.
+/// One ring for all launches that ended in the round. While the last ring is under way the GPU may
+/// have looked already, before these ended: then they are rung for in a later round.
 void MoverLoop::ringIfFinished() {
-  if (!std::exchange(finished_, false) || !doorbell_ || broken_) return;
+  if (!finished_ || !doorbell_ || broken_) return;
   bool rang = false;
   if (const Status status = doorbell_->ring(&rang); !status) return fatal(status);
-  if (rang) segment_.header().doorbells.fetch_add(1, std::memory_order_relaxed);
+  if (!rang) return;
+  finished_ = false;
+  segment_.header().doorbells.fetch_add(1, std::memory_order_relaxed);
 }
 
 /// What the loop does between rounds: goes on at once while things move, spins, naps, sleeps.

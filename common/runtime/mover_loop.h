@@ -187,7 +187,7 @@ class MoverLoop final : public LinkOwner {
   MoverQueues* queues_;
   SharedLanes out_, in_, peer_;
   std::unique_ptr<Doorbell> doorbell_;
-  bool finished_ = false;  ///< a launch, in this round
+  bool finished_ = false;  ///< a launch, for which has not been rung yet
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
   std::uint64_t slotBytes_;  ///< of any staging slot, and so of the largest copy
 

@@ -124,6 +124,14 @@ struct alignas(kCacheLine) CommunicatorRecord {
   std::atomic<std::uint64_t> sentOps, receivedBytes, receivedOps;
   /// Of what has gone directly from GPU to GPU: calls and bytes. Written before `finish` is.
   std::atomic<std::uint64_t> directCalls, directBytes;
+
+  /// The application has read what was counted. False, and nothing is done, while the mover has not
+  /// closed it, or when it is free already.
+  bool leave() {
+    auto closed = static_cast<std::uint32_t>(CommunicatorState::Closed);
+    return state.compare_exchange_strong(closed,
+                                         static_cast<std::uint32_t>(CommunicatorState::Free));
+  }
 };
 
 /// One request to let go of imports (Drop, DropIdle, DropSpans), and its answer. The descriptor

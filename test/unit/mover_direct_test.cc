@@ -2,6 +2,7 @@
 // the test plays.
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -191,6 +192,21 @@ TEST(Direct, Rule9ACopyThatOvertookTheAbortIsWaitedFor) {
   EXPECT_TRUE(s.mover.waitForClose(0));
 }
 
+TEST(Direct, Rule9AnAbortedReceiveWaitsForTheCopyThatIsUnderWay) {
+  ScriptedNeighbour s;
+  DeviceBuffer buffer(300'001);
+  Message message{};
+  const Ticket ticket = s.offered(buffer, &message);
+  ASSERT_TRUE(s.peer.send(ScriptedNeighbour::direct(300'001)));
+  ASSERT_TRUE(waitUntil([&] { return directBytes(s.mover) == 300'001; })) << "not announced";
+  s.mover.end(0, OpKind::Abort);
+  ASSERT_TRUE(s.peer.receive(MessageType::Failed, &message));
+  EXPECT_FALSE(s.mover.waitFor(ticket, kSettleMs)) << "released while the peer copies";
+  s.land();
+  EXPECT_TRUE(s.mover.waitFor(ticket, 1000));
+  EXPECT_TRUE(s.mover.waitForClose(0));
+}
+
 TEST(Direct, Rule9ASilentPeerIsNotWaitedForForEver) {
   ScriptedNeighbour s;
   DeviceBuffer buffer(300'001);
@@ -304,6 +320,30 @@ TEST(Direct, Rule8ADropWaitsForThePeerThatHasBeenTold) {
     EXPECT_EQ(drops.await(request, Deadline::afterMs(test::kPatienceMs)),
               ImportDrops::Answer::Done);
   }
+}
+
+/// One that has nothing to do sleeps, and the free would wait for it.
+TEST(Direct, Rule8APeerThatSleepsIsWokenToForget) {
+  ScriptedNeighbour s;
+  DeviceBuffer buffer(300'001);
+  Message message{};
+  const Ticket ticket = s.offered(buffer, &message);
+  const std::uint64_t allocation = message.turn;
+  ASSERT_TRUE(s.peer.send(ScriptedNeighbour::direct(300'001)));
+  s.land();
+  ASSERT_TRUE(s.mover.waitFor(ticket));
+  s.peer.connection->watch();  // takes the nudges so far
+  pollfd bell{s.peer.connection->watchFd(), POLLIN, 0};
+  ASSERT_EQ(::poll(&bell, 1, 0), 0);
+  ImportDrops drops(s.mover.segment);
+  OpDescriptor descriptor{};
+  descriptor.kind = OpKind::Drop;
+  descriptor.buffer.allocationId = allocation;
+  DropRequest request;
+  ASSERT_TRUE(drops.take(&descriptor, &request));
+  s.mover.push(descriptor);
+  s.mover.ring();
+  EXPECT_EQ(::poll(&bell, 1, 2000), 1) << "it sleeps on";
 }
 
 // --- What makes no sense (rule 10) ---------------------------------------------------------------
@@ -540,6 +580,58 @@ TEST(ToldPeer, APeerThatHasGoneHoldsNoSpan) {
   EXPECT_FALSE(told.nextVoid(&ticket));
   told.shared(span, SpanShare::Whole, &tell, &forget);
   EXPECT_TRUE(!tell && !forget);
+}
+
+/// Nothing else would have the loop look again: the peer's free waits.
+TEST(PeerImports, WhatIsWantedBackGoesWithItsLastUse) {
+  PeerImports imports(2);
+  bool fresh = false;
+  CUdeviceptr address = 0;
+  BufferRef which;
+  std::uint64_t serial = 0;
+  tell(imports, 1);
+  PeerImport* import = imports.acquire(1, &fresh);
+  imports.settle(import, 0x5000);
+  imports.forget(1);
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which));
+  EXPECT_FALSE(imports.work());
+  imports.release(import);
+  EXPECT_TRUE(imports.work());
+  EXPECT_TRUE(imports.nextUnmap(&address, &serial, &which));
+}
+
+TEST(PeerImports, WhatCannotBeMappedTakesNothingOfTheCapacity) {
+  PeerImports imports(1);
+  bool fresh = false;
+  CUdeviceptr address = 0;
+  BufferRef which;
+  std::uint64_t serial = 0;
+  for (std::uint64_t n = 1; n <= 2; ++n) {
+    tell(imports, n);
+    PeerImport* import = imports.acquire(n, &fresh);
+    imports.settle(import, n == 1 ? 0 : 0x5000);
+    imports.release(import);
+  }
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which)) << "there is only one";
+}
+
+/// Nor does what the peer has taken back, unmapped or not.
+TEST(PeerImports, WhatIsWantedBackTakesNothingOfTheCapacity) {
+  PeerImports imports(1);
+  bool fresh = false;
+  CUdeviceptr address = 0;
+  BufferRef which;
+  std::uint64_t serial = 0;
+  for (std::uint64_t n = 1; n <= 2; ++n) {
+    tell(imports, n);
+    PeerImport* import = imports.acquire(n, &fresh);
+    imports.settle(import, 0x1000 * n);
+    imports.release(import);
+    if (n == 1) imports.forget(n);
+  }
+  ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));
+  EXPECT_EQ(address, 0x1000u);
+  EXPECT_FALSE(imports.nextUnmap(&address, &serial, &which)) << "there is only one";
 }
 
 TEST(PeerImports, WhatCannotBeMappedIsTriedOnce) {

@@ -17,6 +17,7 @@ namespace {
 
 using test::DeviceBuffer;
 using test::receiveFrom;
+using test::Scripted;
 using test::sendTo;
 using test::TestMover;
 using test::Two;
@@ -63,6 +64,30 @@ TEST(MoverDoorbell, BehindFinishOfAllThatEndedInTheRound) {
   EXPECT_EQ(early, 0u);
   EXPECT_GT(two.b->doorbell.rings, 0u);
   EXPECT_LE(two.b->doorbell.rings, 8u);
+}
+
+/// The GPU may have looked for the ring that is under way before this launch had ended.
+TEST(MoverDoorbell, WhatEndsWhileARingIsUnderWayIsRungForBehindIt) {
+  Two two;
+  two.b->doorbell.busy = 3;
+  DeviceBuffer from(70'001), to(70'001);
+  const Ticket receive = two.b->launch({receiveFrom(0, 0, to)});
+  const Ticket send = two.a->launch({sendTo(1, 0, from)});
+  ASSERT_TRUE(two.b->waitFor(receive) && two.a->waitFor(send));
+  EXPECT_TRUE(waitUntil([&] { return two.b->doorbell.rings == 1; }, 2000));
+  EXPECT_EQ(two.b->segment.header().doorbells, 1u);
+}
+
+/// They end when the peer is taken leave of, with nothing left to do: the loop goes to sleep.
+TEST(MoverDoorbell, WhatAPeersDeathEndsIsRungFor) {
+  Scripted s;
+  DeviceBuffer to(70'001);
+  const Ticket receive = s.mover.launch({receiveFrom(1, 0, to)});
+  ASSERT_TRUE(s.peer.accept());
+  s.peer.die();
+  ASSERT_TRUE(s.mover.waitFor(receive));
+  EXPECT_EQ(s.mover.code(0), Code::Remote);
+  EXPECT_TRUE(waitUntil([&] { return s.mover.doorbell.rings == 1; }, 2000));
 }
 
 TEST(MoverDoorbell, OneThatTheDriverRefusesEndsTheMover) {

@@ -55,12 +55,18 @@ class FakeDoorbell final : public Doorbell {
   struct Seen {
     std::atomic<std::uint64_t> rings{0};
     std::atomic<bool> refuses{false};
+    std::atomic<int> busy{0};  ///< so often the last ring is still under way
     std::function<void()> look;  ///< set before the loop starts
   };
   explicit FakeDoorbell(Seen* seen) : seen_(seen) {}
   Status ring(bool* rang) override {
     if (seen_->refuses) return Status::error(Code::Cuda, "fake doorbell refuses");
     if (seen_->look) seen_->look();
+    *rang = false;
+    if (seen_->busy > 0) {
+      --seen_->busy;
+      return {};
+    }
     seen_->rings.fetch_add(1);
     *rang = true;
     return {};

@@ -13,6 +13,7 @@ namespace {
 
 using test::contains;
 using test::DeviceBuffer;
+using test::fakeImports;
 using test::freshAllocation;
 using test::kId;
 using test::receiveFrom;
@@ -141,6 +142,41 @@ TEST(Pull, WhatCannotBeMappedIsRefusedAndComesThroughTheSlots) {
   EXPECT_EQ(directBytes(s.mover), 0u);
 }
 
+TEST(Pull, Rule8WhatTheSenderWantsBackIsUnmappedBeforeItIsTold) {
+  ScriptedNeighbour s;
+  DeviceBuffer from(kBytes), to(kBytes);
+  const Ticket ticket = s.borrowing(to, from);
+  ASSERT_TRUE(waitUntil([&] { return s.read(); }));
+  const std::uint64_t unmapped = fakeImports().closed.load();
+  s.hold();
+  ASSERT_TRUE(s.mover.waitFor(ticket));
+  Message message{};
+  message.type = MessageType::Forget;
+  message.turn = s.borrowed;
+  ASSERT_TRUE(s.peer.send(message));
+  s.peer.connection->nudge();
+  ASSERT_TRUE(s.peer.receive(MessageType::Forgotten, &message, 2000));
+  EXPECT_EQ(message.turn, s.borrowed);
+  EXPECT_EQ(fakeImports().closed.load(), unmapped + 1);
+}
+
+/// The receive goes on through the slots, for as long as it takes; the sender's application may free
+/// meanwhile what else lies there.
+TEST(Pull, WhatIsRefusedIsLetGo) {
+  ScriptedNeighbour s;
+  DeviceBuffer from(kBytes), to(kBytes);
+  const Ticket ticket = s.borrowing(to, from, CUDA_ERROR_INVALID_VALUE);
+  Message message{};
+  ASSERT_TRUE(s.peer.receive(MessageType::Refused, &message));
+  Message forget{};
+  forget.type = MessageType::Forget;
+  forget.turn = message.length;
+  ASSERT_TRUE(s.peer.send(forget));
+  ASSERT_TRUE(s.peer.receive(MessageType::Forgotten, &message, 2000));
+  EXPECT_EQ(message.turn, forget.turn);
+  EXPECT_FALSE(s.mover.finished(ticket));
+}
+
 TEST(Pull, WhatCannotBeMappedOfASenderThatHasAbortedFailsTheReceive) {
   ScriptedNeighbour s;
   DeviceBuffer from(kBytes), to(kBytes);
@@ -212,6 +248,21 @@ TEST(Pull, Rule10APullThatWasNotOfferedEndsTheLink) {
   ASSERT_TRUE(peer.send(m));
   ASSERT_TRUE(mover.waitFor(ticket));
   EXPECT_TRUE(contains(mover.errorText(0), "makes no sense")) << mover.errorText(0);
+}
+
+/// The sender knows from the refusal that it is not lent again.
+TEST(Pull, Rule10WhatWasRefusedIsNotLentOnceMore) {
+  ScriptedNeighbour s;
+  DeviceBuffer from(kBytes), to(kBytes);
+  const Ticket ticket = s.borrowing(to, from, CUDA_ERROR_INVALID_VALUE);
+  Message pull{};
+  ASSERT_TRUE(s.peer.receive(MessageType::Refused, &pull));
+  pull.type = MessageType::Pull;
+  pull.offset = 0;
+  pull.turn = 2;
+  ASSERT_TRUE(s.peer.send(pull));
+  ASSERT_TRUE(s.mover.waitFor(ticket));
+  EXPECT_TRUE(contains(s.mover.errorText(0), "makes no sense")) << s.mover.errorText(0);
 }
 
 /// Beyond the allocation, or in one that the peer has not told of: as if it could not be mapped.

@@ -61,7 +61,9 @@ inline Message messageOf(MessageType type, std::int32_t source) {
 }
 
 /// `peer`, rank 1, tells of the allocation of `from` and lends it to rank 0 in slot 0.
-inline void lendTo(ScriptedPeer& peer, DeviceBuffer& from, CUresult result = CUDA_SUCCESS) {
+/// Returns the allocation.
+inline std::uint64_t lendTo(ScriptedPeer& peer, DeviceBuffer& from,
+                            CUresult result = CUDA_SUCCESS) {
   const BufferRef ref = refTo(from, freshAllocation(), result);
   Message parts[HandlePart::kParts];
   PeerImports::describe(ref, &parts);
@@ -71,6 +73,7 @@ inline void lendTo(ScriptedPeer& peer, DeviceBuffer& from, CUresult result = CUD
   pull.length = ref.allocationId;
   pull.turn = 1;
   EXPECT_TRUE(peer.send(pull));
+  return ref.allocationId;
 }
 
 /// A mover, rank 0, with a scripted peer, rank 1, on another GPU of its node.
@@ -109,7 +112,7 @@ struct ScriptedNeighbour {
     EXPECT_TRUE(peer.receive(MessageType::Ready, &ready));
     EXPECT_EQ(ready.slot, 1u);
     EXPECT_EQ(ready.turn, 0u) << "nothing to push into";
-    lendTo(peer, from, result);
+    borrowed = lendTo(peer, from, result);
     return ticket;
   }
   [[nodiscard]] bool read() const { return peer.connection->staging().out[0].credit->reached(1); }
@@ -117,6 +120,7 @@ struct ScriptedNeighbour {
 
   ScriptedPeer peer;
   TestMover mover;
+  std::uint64_t borrowed = 0;  ///< the allocation that the peer lends
 };
 
 }  // namespace hoccl::test::pull

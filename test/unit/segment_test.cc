@@ -239,6 +239,25 @@ TEST(OpRing, FourProducersLoseAndTearNothing) {
   EXPECT_TRUE(segment.empty());
 }
 
+/// Two threads may end a communicator at the same time, and the one that does not wait for the mover
+/// must not give the index away under it.
+TEST(CommunicatorRecord, IsLeftOnceAndOnlyWhenTheMoverHasClosedIt) {
+  CommunicatorRecord record{};
+  const auto set = [&](CommunicatorState state) {
+    record.state = static_cast<std::uint32_t>(state);
+  };
+  const auto is = [&](CommunicatorState state) {
+    return record.state == static_cast<std::uint32_t>(state);
+  };
+  set(CommunicatorState::Open);
+  EXPECT_FALSE(record.leave());
+  EXPECT_TRUE(is(CommunicatorState::Open));
+  set(CommunicatorState::Closed);
+  EXPECT_TRUE(record.leave());
+  EXPECT_TRUE(is(CommunicatorState::Free));
+  EXPECT_FALSE(record.leave());
+}
+
 TEST(Rule3, FlagsAreReachedByEverythingThatIsNotLess) {
   Flag flag{};
   EXPECT_TRUE(flag.reached(0));
