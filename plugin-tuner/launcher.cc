@@ -145,15 +145,17 @@ Status Launcher::copyIn(const StreamLaunch& launch) {
 }
 
 Status Launcher::copyAllIn() {
-  if (copies_.empty()) return {};
+  if (copies_.empty() && ownBlocks_.empty()) return {};
   for (const StreamLaunch& launch : streams_) HOCCL_RETURN_IF_ERROR(copyIn(launch));
   return streams_.size() > 1 ? joinStreams(false) : Status();
 }
 
 bool Launcher::copies(const StreamLaunch& launch, bool out) const {
-  return std::any_of(copies_.begin(), copies_.end(), [&](const StagedCopy& each) {
-    return each.copy.out == out && launch.has(each);
-  });
+  return std::any_of(
+             copies_.begin(), copies_.end(),
+             [&](const StagedCopy& each) { return each.copy.out == out && launch.has(each); }) ||
+         std::any_of(ownBlocks_.begin(), ownBlocks_.end(),
+                     [&](const OwnBlock& each) { return launch.has(each); });
 }
 
 /// One for each context does: a wait means the event as it was recorded last before it.
@@ -170,7 +172,7 @@ Status Launcher::event(CUcontext context, CUevent* out) {
 
 /// The streams of a group start together and end together, and so has what is copied on them: a
 /// stream that copies out waits for all others of its mover, all others wait for one that has
-/// copied in.
+/// copied in, and both hold for one with an own block.
 Status Launcher::joinStreams(bool before) {
   for (const StreamLaunch& from : streams_) {
     const ContextGuard guard(driver_, from.context);
@@ -250,7 +252,7 @@ Status Launcher::begin(bool waitToo, CUcontext current) {
   // One call for both where there is one stream. Else all starts first: streams share the GPU's
   // channels, and a start behind another stream's wait would never run.
   waiting_ = waitToo && streams_.size() == 1;
-  if (!copies_.empty() && streams_.size() > 1) {
+  if ((!copies_.empty() || !ownBlocks_.empty()) && streams_.size() > 1) {
     if (Status status = joinStreams(true); !status) {
       giveUp();
       return status;

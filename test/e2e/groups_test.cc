@@ -38,6 +38,18 @@ TEST(Groups, AStreamOfAGroupHasWhatTheOtherDidAndReceived) {
   job.finish();
 }
 
+TEST(Groups, AnOwnBlockHasWhatTheOtherStreamDidAndIsThereForIt) {
+  for (const char* how : {"engine", "kernel"}) {
+    SCOPED_TRACE(how);
+    Job job("ownBlockOnStreams", 2);
+    job.env("HOCCL_OWN_BLOCK", how).finish();
+    for (int rank : {0, 1}) {
+      const auto stats = nlohmann::json::parse(job.said(rank, "stats"));
+      EXPECT_EQ(stats["ownBlocksByKernel"], std::string(how) == "kernel" ? 1 : 0);
+    }
+  }
+}
+
 TEST(Groups, TwoCommunicators) {
   Job job("twoCommunicators", 2);
   job.finish();

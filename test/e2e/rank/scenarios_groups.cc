@@ -116,7 +116,6 @@ void order(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
-/// Two streams in one group start when both have come, and end together.
 /// A group's streams start together and end together: what one of them does before the group is
 /// done for the send on the other, and what one receives is there for what the other does next.
 void crossedStreams(const Rank& rank) {
@@ -144,6 +143,40 @@ void crossedStreams(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// The same of what a rank sends to itself, which its stream may copy: it waits for the other
+/// stream, and the other one for it, though nothing of the movers is under way any more.
+void ownBlockOnStreams(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream a = newStream(), b = newStream();
+  const int peer = 1 - rank.rank;
+  constexpr std::size_t kLong = 48 << 20;
+  Buffer out(kSteered, 1), in(kSteered, 3), ownOut(kLong, 5), ownIn(kLong, 7);
+  for (Buffer* each : {&out, &ownOut, &ownIn, &in}) each->poison(a);
+  awaitStream(a, "poison");
+  Gate gate;
+  gate.hold(b);
+  out.fill(seedOf(rank.rank, 1), b);
+  ownOut.fill(seedOf(rank.rank, 2), b);
+  groupStart();
+  send(out, peer, comm, a);
+  send(ownOut, rank.rank, comm, a);
+  receive(ownIn, rank.rank, comm, a);
+  receive(in, peer, comm, b);
+  groupEnd();
+  ownIn.fetch(b);
+  requireBusy(a, 20, "a stream of a group whose other stream has not come");
+  gate.open();
+  awaitStream(b, "the stream that has received");
+  ownIn.requirePattern(seedOf(rank.rank, 2), "of the rank to itself, on the other stream");
+  in.fetch(b);
+  awaitStream(b, "what the peer sent");
+  in.requirePattern(seedOf(peer, 1), "from the peer");
+  awaitStream(a, "the stream that has sent");
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+/// Two streams in one group start when both have come, and end together.
 void twoStreams(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
   CUstream a = newStream(), b = newStream();
@@ -336,6 +369,7 @@ const std::vector<Scenario> kGroupScenarios = {
     {"twoStreams", twoStreams},
     {"twoCommunicators", twoCommunicators},
     {"crossedStreams", crossedStreams},
+    {"ownBlockOnStreams", ownBlockOnStreams},
     {"nested", nested},
     {"large", large},
     {"failedCall", failedCall},
