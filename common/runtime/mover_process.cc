@@ -80,7 +80,8 @@ Status MoverProcess::open(int socket) {
   if (!controlEvent) return Status::fromErrno("eventfd", errno);
   queues.loopEventFd = loopEvent.get();
   queues.controlEventFd = controlEvent.get();
-  HOCCL_RETURN_IF_ERROR(openDevice(getText(hello.gpuUuid), config.doorbell && hello.memoryOpWaits != 0));
+  const bool rings = config.doorbell && hello.memoryOpWaits != 0;
+  HOCCL_RETURN_IF_ERROR(openDevice(getText(hello.gpuUuid), rings));
 
   HOCCL_RETURN_IF_ERROR(random64(&self.high));
   HOCCL_RETURN_IF_ERROR(random64(&self.low));
