@@ -1,11 +1,8 @@
 #include "plugin-tuner/own_blocks.h"
 
-#include <fmt/format.h>
-#include <unistd.h>
-
 #include <algorithm>
 
-#include "common/base/time.h"
+#include "common/gpu/stream_waits.h"
 #include "common/runtime/pair_window.h"
 #include "plugin-tuner/launcher.h"
 
@@ -73,21 +70,8 @@ Status prepareOwnBlocks(const Driver* driver, std::uint64_t timeoutMs) {
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
   HOCCL_RETURN_IF_ERROR(
       HOCCL_CU(driver, cuMemcpyDtoDAsync(memory + kBytes, memory, kBytes, stream)));
-  const Deadline deadline = Deadline::afterMs(timeoutMs);
-  CUresult state = CUDA_ERROR_NOT_READY;
-  while ((state = driver->cuStreamQuery(stream)) == CUDA_ERROR_NOT_READY) {
-    if (deadline.passed()) {
-      return Status::error(
-          Code::Timeout,
-          fmt::format("HOCCL_OWN_BLOCK=kernel: the first copy within the GPU did not end within {} "
-                      "ms (HOCCL_TIMEOUT_MS): the GPU, or what is pending on it, holds it up",
-                      timeoutMs));
-    }
-    ::usleep(50);
-  }
-  if (state != CUDA_SUCCESS) return driver->error("cuStreamQuery", state);
-  driver->cuStreamDestroy(stream);
-  return {};
+  const Status status = awaitFirstRun(driver, stream, timeoutMs);
+  return status ? status : status.inContext("HOCCL_OWN_BLOCK=kernel needs copies within the GPU");
 }
 
 }  // namespace hoccl

@@ -15,8 +15,8 @@ namespace hoccl {
 class Doorbell {
  public:
   virtual ~Doorbell() = default;
-  /// Does nothing (`rang` false) while the last ring is under way: then kernels run, for which a
-  /// ring waits until the end of a time slice, and beside which streams look again at once anyway.
+  /// Does nothing (`rang` false) while the last ring is under way. Where kernels run that is until
+  /// the end of a time slice, but beside them streams look again at once anyway.
   virtual Status ring(bool* rang) = 0;
 };
 

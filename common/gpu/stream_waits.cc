@@ -53,6 +53,23 @@ unsigned channelsOfThisProcess() {
 
 }  // namespace
 
+Status awaitFirstRun(const Driver* driver, CUstream stream, std::uint64_t timeoutMs) {
+  const Deadline deadline = Deadline::afterMs(timeoutMs);
+  CUresult state = CUDA_ERROR_NOT_READY;
+  while ((state = driver->cuStreamQuery(stream)) == CUDA_ERROR_NOT_READY) {
+    if (deadline.passed()) {
+      return Status::error(Code::Timeout,
+                           fmt::format("its first run did not end within {} ms (HOCCL_TIMEOUT_MS): "
+                                       "the GPU, or what is pending on it, holds it up",
+                                       timeoutMs));
+    }
+    ::usleep(50);
+  }
+  if (state != CUDA_SUCCESS) return driver->error("cuStreamQuery", state);
+  driver->cuStreamDestroy(stream);
+  return {};
+}
+
 Status StreamWaits::create(const Driver* driver, const std::string& policy, std::uint64_t timeoutMs,
                            std::unique_ptr<StreamWaits>* out) {
   std::unique_ptr<StreamWaits> waits(new StreamWaits);
@@ -87,20 +104,7 @@ Status StreamWaits::loadKernel(std::uint64_t timeoutMs) {
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuMemHostGetDevicePointer(&address, word, 0)));
   HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
   HOCCL_RETURN_IF_ERROR(enqueue(WaitKind::Kernel, stream, address, 0));
-  const Deadline deadline = Deadline::afterMs(timeoutMs);
-  CUresult state = CUDA_ERROR_NOT_READY;
-  while ((state = driver_->cuStreamQuery(stream)) == CUDA_ERROR_NOT_READY) {
-    if (deadline.passed()) {
-      return Status::error(Code::Timeout,
-                           fmt::format("its first run did not end within {} ms (HOCCL_TIMEOUT_MS): "
-                                       "the GPU, or what is pending on it, holds it up",
-                                       timeoutMs));
-    }
-    ::usleep(50);
-  }
-  if (state != CUDA_SUCCESS) return driver_->error("cuStreamQuery", state);
-  driver_->cuStreamDestroy(stream);
-  return {};
+  return awaitFirstRun(driver_, stream, timeoutMs);
 }
 
 Status StreamWaits::prepareParking() {

@@ -19,6 +19,11 @@ enum class WaitKind : std::uint8_t {
              ///< instead
 };
 
+/// What is submitted to a stream for the first time may load something, which must not happen while a
+/// transfer is pending (FACTS 3): waits until it has run, for at most `timeoutMs`, by calls that do
+/// not block, and destroys the stream.
+Status awaitFirstRun(const Driver* driver, CUstream stream, std::uint64_t timeoutMs);
+
 /// The ways of waiting in one context, and which one is right at the moment. A pending memory-op
 /// wait holds a hardware channel, and whatever else is mapped there stands still until the flag
 /// shows, so there must be more channels than streams that wait.
