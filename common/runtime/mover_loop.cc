@@ -34,6 +34,7 @@ MoverLoop::MoverLoop(Dependencies d, const Config& config)
       spinNs_(config.spinUs * 1000),
       pollMaxNs_(config.pollMaxUs * 1000),
       timeoutNs_(config.timeoutMs * 1'000'000),
+      slots_(config.slots),
       slotBytes_(config.slotBytes),
       launches_(d.segment.launchSlots()),
       communicators_(kMaxCommunicators),
@@ -94,6 +95,7 @@ bool MoverLoop::takeEvents() {
         auto communicator = std::make_unique<Communicator>();
         communicator->info = std::move(*event.communicator);
         communicator->pairs.resize(communicator->info.peers.size());
+        for (Communicator::Pair& pair : communicator->pairs) pair.loneSends.reserve(slots_);
         communicator->record = &segment_.communicator(index);
         communicatorById_[communicator->info.id] = communicator.get();
         communicators_[index] = std::move(communicator);

@@ -44,7 +44,7 @@ struct Communicator {
     bool quiet = false;  ///< failed: no direct copy that is not announced will come from there
     std::string why;
     StallWatch sendWatch, receiveWatch;
-    std::vector<LoneSend> loneSends;  ///< in no order; few, since their bytes lie in the slots
+    std::vector<LoneSend> loneSends;  ///< in no order; no more than slots, where their bytes lie
   };
   CommunicatorInfo info;
   std::vector<Pair> pairs;  ///< by rank
@@ -189,6 +189,7 @@ class MoverLoop final : public LinkOwner {
   std::unique_ptr<Doorbell> doorbell_;
   bool finished_ = false;  ///< a launch, for which has not been rung yet
   std::uint64_t spinNs_, pollMaxNs_, timeoutNs_;
+  std::size_t slots_;        ///< of a pair of movers and direction
   std::uint64_t slotBytes_;  ///< of any staging slot, and so of the largest copy
 
   OpPool pool_;
