@@ -186,6 +186,39 @@ TEST_F(VerbsLinkTest, WithNothingLeftItSaysWhat) {
   EXPECT_FALSE(sender_->link->written(0));
 }
 
+// Tries of the last chance end in ways of their own, which are not why there is none left.
+TEST_F(VerbsLinkTest, TriesThatFailInAnotherWayDoNotHideWhatBroke) {
+  end();
+  lastChanceMs = 1000;
+  begin();
+  lastChanceMs = test::kPatienceMs;
+  ASSERT_FALSE(HasFatalFailure());
+  fabric_.atomically([&] {
+    for (auto& device : fabric_.hosts[0]) device->cut = true;
+  });
+  DirectPlace place;
+  receiver_->link->open(0, into_[0].data(), kRoom, *intoMemory_[0], &place);
+  sender_->link->write(0, 0, place, from_[0].data(), kRoom, fromMemory_[0]);
+  bool refusing = false;
+  EXPECT_TRUE(test::waitUntil([&] {
+    sender_->stepToItsEnd(receiver_->channel);
+    receiver_->stepToItsEnd(sender_->channel);
+    if (!refusing && sender_->link->set().lastChance() && receiver_->link->set().lastChance()) {
+      refusing = true;
+      fabric_.atomically(
+          [&] { fabric_.refusal = [](const FakeQp&, const ibv_send_wr&) { return ENODEV; }; });
+    }
+    return !sender_->link->failure();
+  }));
+  EXPECT_TRUE(refusing);
+  const std::string why = sender_->link->failure().message();
+  for (const char* part :
+       {"the last was", "status 12", "the last try since then was", "errno 19",
+        "1000 ms (HOCCL_TIMEOUT_MS)"}) {
+    EXPECT_NE(why.find(part), std::string::npos) << part << " in: " << why;
+  }
+}
+
 // The receiver has everything and goes; the acknowledgement is lost with it.
 TEST_F(VerbsLinkTest, AByeStandsForLostAcknowledgements) {
   fabric_.atomically([&] {

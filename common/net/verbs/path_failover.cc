@@ -115,11 +115,14 @@ void PathSet::takeDown(Path& path, const std::string& why) {
 }
 
 void PathSet::noneLeft(const Path& path, const std::string& why) {
-  lastProblem_ = fmt::format("no queue pair to it is left; the last was {}: {}", path.text(), why);
+  // What broke the last one that worked is why there is none; a try since then only says that it
+  // has not been mended.
+  (lastChance() ? lastTry_ : lastProblem_) = fmt::format("{}: {}", path.text(), why);
   const bool hopeless =
       std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) { return rail->broken; });
-  if (!stood_ || settings_.lastChanceMs == 0 || hopeless) return end(lastProblem_);
+  if (!stood_ || settings_.lastChanceMs == 0 || hopeless) return end(noneLeftText());
   if (lastChance()) return;
+  lastTry_.clear();
   logWarn("verbs: no queue pair to {} is left; new ones are tried for {} ms (HOCCL_TIMEOUT_MS)",
           path.rail->peerText, settings_.lastChanceMs);
   const std::uint64_t now = monotonicNs();
@@ -127,11 +130,17 @@ void PathSet::noneLeft(const Path& path, const std::string& why) {
   for (Path& each : paths_) each.retryAtNs = std::min(each.retryAtNs, now);
 }
 
+std::string PathSet::noneLeftText() const {
+  std::string text = "no queue pair to it is left; the last was " + lastProblem_;
+  if (!lastTry_.empty()) text += "; the last try since then was " + lastTry_;
+  return text;
+}
+
 void PathSet::tendPaths() {
   const std::uint64_t now = monotonicNs();
   if (lastChance() && now >= lastChanceByNs_ && !gone() && !user_.ending()) {
     return end(fmt::format("{}; no new one has worked within {} ms (HOCCL_TIMEOUT_MS)",
-                           lastProblem_, settings_.lastChanceMs));
+                           noneLeftText(), settings_.lastChanceMs));
   }
   failedOver_ = pressing_ = lastChance();
   Mender::Order order;

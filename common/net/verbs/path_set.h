@@ -139,6 +139,7 @@ class PathSet {
   void probe(Path& path);
   void takeDown(Path& path, const std::string& why);
   void noneLeft(const Path& path, const std::string& why);
+  [[nodiscard]] std::string noneLeftText() const;
   void tendPaths();
   static bool drained(Path& path, std::uint64_t now);
   void drainedPath(Path& path);
@@ -174,7 +175,8 @@ class PathSet {
   bool offered_ = false, settled_ = false;
   bool stood_ = false;  ///< some path has been up
   std::uint64_t lastChanceByNs_ = 0;
-  std::string lastProblem_;
+  std::string lastProblem_;  ///< what broke the last path that was left
+  std::string lastTry_;      ///< and how the newest try of the last chance ended
   Mender mender_;
   std::atomic<bool> gone_{false};
   std::string goneText_;  ///< written before gone_
