@@ -38,10 +38,14 @@ def _allgather(read):
         ("HOCCL", curve(found.rows, "hoccl", in_place=True), style.HOCCL, 2.6, "-"),
         ("NCCL", curve(found.rows, "nccl", in_place=True), style.NCCL, 2.0, "-"),
     ]
+    engines = curve(found.rows, "nccl-ce", in_place=True, path="copy-engine")
+    if engines:
+        lines.append(("NCCL, copy engines", engines, style.COPY_ENGINE, 1.8, "-"))
     try:
         others = read.rows(NCCL_TESTS)
-        ours = curve(others, "nccl-ce", op="allgather")
-        lines.append(("NCCL, copy engines*", ours, style.COPY_ENGINE, 1.8, "-"))
+        if not engines:
+            engines = curve(others, "nccl-ce", op="allgather")
+            lines.append(("NCCL, copy engines*", engines, style.COPY_ENGINE, 1.8, "-"))
         limited = curve(others, "nccl", op="allgather", ctas=8)
         lines.append(("NCCL, 8 CTAs*", limited, style.CTAS[8], 1.4, "-"))
     except Missing:

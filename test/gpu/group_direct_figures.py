@@ -1,5 +1,5 @@
-"""direct_figures: rates between two GPUs of one node, against bare copies and against NCCL in the
-same run. A figure that misses its goal has the outcome "miss"."""
+"""direct_figures: rates between two GPUs of one node, against bare copies and against NCCL, its
+collectives by copy engines among them, in the same run. A figure that misses its goal has the outcome "miss"."""
 
 import json
 import os
@@ -155,10 +155,22 @@ def run(context):
     _sendrecv(context, largest)
     for operation, in_place in (("allgather", True), ("alltoall", False)):
         rows = _bench(
-            context, f"bench_{operation}", operation, 64 * MIB, largest, ("--compare", "nccl")
+            context,
+            f"bench_{operation}",
+            operation,
+            4 * MIB,
+            largest,
+            ("--compare", "nccl,nccl-ce"),
         )
-        row, other = (
-            _row(rows, impl, largest, in_place=in_place) for impl in ("hoccl", "nccl")
+        row, other, engines = (
+            _row(rows, impl, largest, in_place=in_place) for impl in ("hoccl", "nccl", "nccl-ce")
+        )
+        # It takes its kernels without a word where it cannot take them.
+        taken = bool(engines) and engines["path"] == "copy-engine"
+        context.reporter.record(
+            f"{operation}_nccl_copy_engines",
+            "pass" if taken else "fail",
+            detail="" if taken else "NCCL took its kernels, or was not measured",
         )
         if context.quick:
             continue
@@ -170,7 +182,11 @@ def run(context):
             COLLECTIVE_GBS,
             True,
             "GB/s",
-            {"nccl_gbs": other and other["algbw_gbs"], "in_place": in_place},
+            {
+                "nccl_gbs": other and other["algbw_gbs"],
+                "nccl_copy_engines_gbs": engines and taken and engines["algbw_gbs"],
+                "in_place": in_place,
+            },
         )
     if not context.quick:
         for operation in ("allgather", "alltoall"):

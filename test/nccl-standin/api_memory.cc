@@ -23,7 +23,8 @@ constexpr std::size_t kSyncBytes = 4096;
 
 /// What a window handle points at.
 struct Window {
-  void* registration;
+  Registration* registration;
+  bool symmetric;
 };
 
 /// What ncclMemAlloc took from the host, for ncclMemFree.
@@ -48,6 +49,18 @@ void dropBelongings(ncclComm* comm) {
   for (void* window : windows) ncclCommWindowDeregister(comm, static_cast<ncclWindow_t>(window));
   if (comm->syncMemory) ncclMemFree(comm->syncMemory);
   for (Registration* registration : comm->registrations) delete registration;
+}
+
+bool inSymmetricWindow(ncclComm* comm, const void* pointer) {
+  const std::lock_guard lock(comm->belongings);
+  for (const void* each : comm->windows) {
+    const auto* window = static_cast<const Window*>(each);
+    const auto* begin = static_cast<const char*>(window->registration->buffer);
+    if (window->symmetric && pointer >= begin && pointer < begin + window->registration->size) {
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace standin
@@ -96,7 +109,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer, size_t size,
       made != ncclSuccess) {
     return made;
   }
-  auto* made = new standin::Window{registration};
+  auto* made = new standin::Window{static_cast<standin::Registration*>(registration),
+                                   (flags & NCCL_WIN_COLL_SYMMETRIC) != 0};
   const std::lock_guard lock(comm->belongings);
   comm->windows.insert(made);
   *window = reinterpret_cast<ncclWindow_t>(made);

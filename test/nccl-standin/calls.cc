@@ -92,19 +92,24 @@ ncclResult_t operate(const char* function, Operation op) {
   const bool symmetric =
       op.kind == Kind::AllReduce || op.kind == Kind::ReduceScatter || op.kind == Kind::AllGather;
   const ncclResult_t checked = check(function, op, !symmetric);
-  return checked == ncclSuccess ? submit(std::move(op)) : checked;
+  if (checked != ncclSuccess) return checked;
+  if (op.kind == Kind::AllGather) noteCopyEngines(op);
+  return submit(std::move(op));
 }
 
 ncclResult_t allToAll(const char* function, const Operation& whole) {
   Operation op = whole;
   const ncclResult_t checked = check(function, op, false);
-  return checked == ncclSuccess ? lower(op, kAll, kAll) : checked;
+  if (checked != ncclSuccess) return checked;
+  noteCopyEngines(op);
+  return lower(op, kAll, kAll);
 }
 
 ncclResult_t gather(const char* function, const Operation& whole) {
   Operation op = whole;
   const ncclResult_t checked = check(function, op, true);
   if (checked != ncclSuccess) return checked;
+  noteCopyEngines(op);
   return lower(op, op.peer, op.comm->rank == op.peer ? kAll : kNobody);
 }
 
@@ -112,6 +117,7 @@ ncclResult_t scatter(const char* function, const Operation& whole) {
   Operation op = whole;
   const ncclResult_t checked = check(function, op, true);
   if (checked != ncclSuccess) return checked;
+  noteCopyEngines(op);
   return lower(op, op.comm->rank == op.peer ? kAll : kNobody, op.peer);
 }
 

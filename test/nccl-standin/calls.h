@@ -12,4 +12,7 @@ ncclResult_t allToAll(const char* function, const Operation& whole);
 ncclResult_t gather(const char* function, const Operation& whole);
 ncclResult_t scatter(const char* function, const Operation& whole);
 
+/// Writes NCCL's line about its copy engines, where NCCL would let them do that.
+void noteCopyEngines(const Operation& op);
+
 }  // namespace standin

@@ -54,6 +54,7 @@ struct ncclComm {
   std::set<standin::Registration*> registrations;
   std::set<void*> windows;
   void* syncMemory = nullptr;  ///< behind the first symmetric window, as with NCCL
+  bool copyEngines = false;    ///< the line about them is written
 
   standin::Worker worker;  ///< last: ends before what it uses
 
@@ -69,6 +70,8 @@ ncclComm* newComm(int rank, int nranks);
 void freeComm(ncclComm* comm);
 /// Frees what the application has registered and left.
 void dropBelongings(ncclComm* comm);
+/// Whether the memory lies in a symmetric window of the communicator.
+bool inSymmetricWindow(ncclComm* comm, const void* pointer);
 /// NCCL's check at the top of most functions, with its call of ncclCommGetAsyncError through the
 /// PLT.
 ncclResult_t ensureReady(ncclComm* comm);

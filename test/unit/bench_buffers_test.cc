@@ -43,7 +43,8 @@ class BenchBuffers : public testing::Test {
   std::unique_ptr<RankBuffers> prepared(Operation operation, const Shape& shape) {
     layout_ = layoutOf({operation, 3, 1, Pattern::Ring, 2, 1}, 1, shape);
     auto buffers = std::make_unique<RankBuffers>(device_.get(), 1);
-    Status status = buffers->allocate(layout_.sendBytes, layout_.receiveBytes, 3);
+    Status status = buffers->allocate(deviceMemory(device_->driver()), layout_.sendBytes,
+                                      layout_.receiveBytes, 3);
     EXPECT_TRUE(status) << status.message();
     status = buffers->prepare(layout_, 5);
     EXPECT_TRUE(status) << status.message();

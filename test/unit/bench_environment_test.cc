@@ -77,6 +77,15 @@ TEST(BenchEnvironment, NcclTransportFromItsLog) {
   EXPECT_EQ(ncclTransportIn("0 -> 1 via SHM/"), "SHM/");
 }
 
+TEST(BenchEnvironment, NcclCopyEnginesFromItsLog) {
+  EXPECT_TRUE(
+      ncclCopyEnginesIn("host:1:2 [0] NCCL INFO Init CE, rank 0 baseUCSymReadyPtr 0x7f00\n"));
+  EXPECT_FALSE(
+      ncclCopyEnginesIn("host:1:2 [0] NCCL INFO ncclCommInitRank comm 0x1 rank 0 nranks 2 - "
+                        "Init COMPLETE\n"));
+  EXPECT_FALSE(ncclCopyEnginesIn(""));
+}
+
 class BenchLocations : public testing::Test {
  protected:
   void SetUp() override {

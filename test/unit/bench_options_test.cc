@@ -234,6 +234,36 @@ TEST(BenchOptions, Comparisons) {
   expectNames(refused(line), {"--impl", "mpi"});
 }
 
+TEST(BenchOptions, NcclsCopyEngines) {
+  CommandLine line;
+  line.operation = Operation::AllGather;
+  line.sameNode = true;
+  line.compare = {"nccl", "nccl-ce"};
+  EXPECT_TRUE(completed(line).compareNccl);
+  EXPECT_TRUE(completed(line).compareCopyEngines);
+  line.compare = {};
+  line.impl = kCopyEngines;
+  EXPECT_FALSE(completed(line).compareCopyEngines);
+  line.compare = {"nccl-ce"};
+  expectNames(refused(line), {"--compare nccl-ce", "itself"});
+  line.compare = {};
+  line.sameNode = false;
+  expectNames(refused(line), {"nccl-ce", "--same-node"});
+  line.sameNode = true;
+  for (const Operation operation : {Operation::AlltoAll, Operation::Gather, Operation::Scatter}) {
+    line.operation = operation;
+    EXPECT_EQ(completed(line).impl, "nccl-ce");
+  }
+  line.grouped = true;
+  expectNames(refused(line), {"nccl-ce", "--grouped"});
+  line.grouped = false;
+  for (const Operation operation :
+       {Operation::SendRecv, Operation::AlltoAllv, Operation::Broadcast}) {
+    line.operation = operation;
+    expectNames(refused(line), {"nccl-ce", factsOf(operation).name});
+  }
+}
+
 TEST(BenchPlan, KeepsWhatTheUserFixed) {
   Options options;
   options.iters = 7;

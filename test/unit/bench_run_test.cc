@@ -161,6 +161,31 @@ TEST_F(BenchRun, ComparesWithNcclAndBareCopies) {
     EXPECT_NE(out().find(line), std::string::npos) << line << " is not in: " << out();
 }
 
+// All four of NCCL's collectives that copy engines carry out, where some ranks send or receive
+// nothing, too; and where NCCL stays with its kernels without a word, the rows say so.
+TEST_F(BenchRun, NcclsCopyEnginesAndWhereItDoesNotTakeThem) {
+  for (const std::string operation : {"allgather", "alltoall", "gather", "scatter"}) {
+    for (const bool taken : {true, false}) {
+      launch({kProgram, "bench", operation, "-g", "3", "-b", "100K", "-e", "100K", "-n", "2",
+              "--batches", "2", "--same-node", "--compare", "nccl-ce", "--json", jsonFile()},
+             {taken ? "NCCL_WIN_ENABLE=1" : "NCCL_WIN_ENABLE=0"}, "out", "err", &pid_);
+      ASSERT_EQ(wait(), 0) << out() << err();
+      int seen = 0;
+      for (const auto& row : rows()) {
+        EXPECT_EQ(row["errors"], 0) << row;
+        if (row["impl"] != "nccl-ce") continue;
+        ++seen;
+        EXPECT_EQ(row["path"], taken ? "copy-engine" : "nccl") << row;
+      }
+      EXPECT_EQ(seen, operation == "alltoall" ? 1 : 2) << out();
+      EXPECT_NE(out().find(taken ? ", by copy engines" : ", by kernels: its log shows none"),
+                std::string::npos)
+          << out();
+      EXPECT_NE(out().find("# hoccl against nccl-ce"), std::string::npos) << out();
+    }
+  }
+}
+
 // `hoccl bench serve` as on another host: its rank has an environment of its own.
 TEST_F(BenchRun, ARankOnAnotherHost) {
   const std::string file = folder_ / "host";

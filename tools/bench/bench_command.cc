@@ -66,11 +66,12 @@ void addRunOptions(CLI::App* command, bench::CommandLine* line) {
                       "rank processes (default 2; up to 8 on the emulated driver)");
   command->add_flag("--same-node", line->sameNode,
                     "let NCCL see the ranks on one node; else each has an NCCL_HOSTID of its own");
-  command->add_option("--impl", line->impl, "what is measured: hoccl, nccl or bare")
+  command->add_option("--impl", line->impl, "what is measured: hoccl, nccl, nccl-ce or bare")
       ->capture_default_str();
   command
       ->add_option("--compare", line->compare,
-                   "measure this as well and set it beside: nccl, bare or nccl,bare")
+                   "measure this as well and set it beside: nccl, nccl-ce (NCCL's collectives by "
+                   "copy engines), bare, or several, as nccl,bare")
       ->delimiter(',');
   command
       ->add_option("--remote", line->remotes,

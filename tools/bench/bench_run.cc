@@ -24,6 +24,9 @@ namespace {
 // Above this share the emulated copies were held up by this CPU and the figures are too low.
 constexpr double kLateShareWorthSaying = 0.1;
 constexpr int kUsage = 2, kFailed = 1;
+const std::string kNoCopyEngines =
+    "its log shows none at work (they need NCCL 2.28.3, a driver of CUDA 12.5, and GPUs that all "
+    "reach each other)";
 
 void say(const std::string& text) {
   std::fputs(text.c_str(), stdout);
@@ -89,14 +92,17 @@ class BenchRun {
   [[nodiscard]] bool directPairs() const;
   void printHeader();
   Status measure(const std::string& impl, SetResult* result);
-  Status lookAtTransport();
-  void printComparisons(const SetResult& main, const SetResult& nccl, const SetResult& bare);
+  Status tryOut(const std::string& impl, std::string* log);
+  Status lookAtNccl();
+  void printComparisons(const SetResult& main, const SetResult& nccl, const SetResult& engines,
+                        const SetResult& bare);
 
   std::string command_;
   Config config_;
   Locations locations_{""};
   Setting setting_;
   std::string emulatorPath_, whyEmulated_, shim_, ncclTransport_;
+  bool copyEnginesTaken_ = false;
   std::vector<RemoteHost> remotes_;
   int sets_ = 0;
   ScratchFolder scratch_;
@@ -164,6 +170,7 @@ RankSetPlan BenchRun::plan(const std::string& impl) {
     // A rank frees its buffers when its communicator is gone, so that nobody has to see it.
     if (!std::getenv("HOCCL_APP_COPIES"))
       environment.extra.push_back("HOCCL_APP_COPIES=unexportable");
+    if (impl == kCopyEngines) environment.extra.push_back("NCCL_CTA_POLICY=2");  // zero CTAs
     if (!options.sameNode && impl != "bare")
       environment.hostId = fmt::format("hoccl-bench-{}-{}", ::getpid(), rank);
     if (setting_.device.emulated) {
@@ -245,8 +252,7 @@ std::string callText(const Options& options, const SetResult& result) {
 Status BenchRun::measure(const std::string& impl, SetResult* result) {
   std::unique_ptr<RankSet> set;
   HOCCL_RETURN_IF_ERROR(RankSet::start(plan(impl), &set));
-  if (impl != "bare")
-    HOCCL_RETURN_IF_ERROR(openNcclSet(setting_, set.get(), impl == "hoccl", result));
+  if (impl != "bare") HOCCL_RETURN_IF_ERROR(openNcclSet(setting_, set.get(), impl, result));
   progress_.clear();
   std::string about;
   if (impl == "bare") {
@@ -258,22 +264,28 @@ Status BenchRun::measure(const std::string& impl, SetResult* result) {
     about = fmt::format("NCCL {} from {}", header_.nccl, result->ncclFile);
     if (impl == "hoccl") about = fmt::format("{}, {}", shim_, about);
     if (impl == "nccl" && !ncclTransport_.empty()) about += ", transport " + ncclTransport_;
+    if (impl == kCopyEngines)
+      about += copyEnginesTaken_ ? ", by copy engines" : ", by kernels: " + kNoCopyEngines;
     about += callText(setting_.options, *result);
   }
   say(fmt::format("#\n# impl {}: {}\n", impl, about));
   // A tracer's files are whole only when the processes have ended; then the rows come all at once.
   const std::string pattern = kernelTracePattern();
   if (pattern.empty()) say(tableHeading());
-  auto rowDone = [&](const Row& row) {
+  const auto complete = [&](Row* row) {
+    if (impl == "nccl" && !ncclTransport_.empty()) row->transport = ncclTransport_;
+    if (impl == kCopyEngines) row->path = copyEnginesTaken_ ? "copy-engine" : "nccl";
+  };
+  auto rowDone = [&](Row row) {
     progress_.clear();
+    complete(&row);
     if (pattern.empty()) say(tableRow(row));
   };
   HOCCL_RETURN_IF_ERROR(impl == "bare"
                             ? measureBareSet(setting_, set.get(), rowDone, result)
                             : measureNcclSet(setting_, set.get(), impl, rowDone, result));
   progress_.clear();
-  for (Row& row : result->rows)
-    if (impl == "nccl" && !ncclTransport_.empty()) row.transport = ncclTransport_;
+  for (Row& row : result->rows) complete(&row);
   if (!pattern.empty()) {
     const auto kernels = countTracedKernels(pattern, result->pids, result->windows);
     for (std::size_t i = 0; i < kernels.size(); ++i)
@@ -291,9 +303,9 @@ Status BenchRun::measure(const std::string& impl, SetResult* result) {
 }
 
 /// A short run of its own, so that NCCL's log does not weigh on the measured one.
-Status BenchRun::lookAtTransport() {
-  progress_.show("looking which transport NCCL takes");
-  RankSetPlan trial = plan("nccl");
+Status BenchRun::tryOut(const std::string& impl, std::string* log) {
+  progress_.show("looking what NCCL takes");
+  RankSetPlan trial = plan(impl);
   trial.captureOutput = true;
   for (std::vector<std::string>& environment : trial.environments) {
     RankEnvironment debug;
@@ -305,9 +317,24 @@ Status BenchRun::lookAtTransport() {
   std::unique_ptr<RankSet> set;
   SetResult ignored;
   HOCCL_RETURN_IF_ERROR(RankSet::start(trial, &set));
-  HOCCL_RETURN_IF_ERROR(openNcclSet(small, set.get(), false, &ignored));
+  HOCCL_RETURN_IF_ERROR(openNcclSet(small, set.get(), impl, &ignored));
   HOCCL_RETURN_IF_ERROR(tryNcclSet(small, set.get()));
-  ncclTransport_ = ncclTransportIn(set->output());
+  *log = set->output();
+  return {};
+}
+
+/// What only NCCL's log tells: its transport, and whether its copy engines are taken.
+Status BenchRun::lookAtNccl() {
+  const Options& options = setting_.options;
+  std::string log;
+  if (options.impl == "nccl" || options.compareNccl) {
+    HOCCL_RETURN_IF_ERROR(tryOut("nccl", &log));
+    ncclTransport_ = ncclTransportIn(log);
+  }
+  if (options.impl == kCopyEngines || options.compareCopyEngines) {
+    HOCCL_RETURN_IF_ERROR(tryOut(kCopyEngines, &log));
+    copyEnginesTaken_ = ncclCopyEnginesIn(log);
+  }
   return {};
 }
 
@@ -319,9 +346,10 @@ std::vector<Row> rowsOfPath(const std::vector<Row>& rows, const std::string& pat
 }
 
 void BenchRun::printComparisons(const SetResult& main, const SetResult& nccl,
-                                const SetResult& bare) {
+                                const SetResult& engines, const SetResult& bare) {
   say(comparisonTable(ncclTransport_.empty() ? "" : "over " + ncclTransport_, main.rows,
                       nccl.rows));
+  say(comparisonTable(copyEnginesTaken_ ? "" : "by kernels", main.rows, engines.rows));
   for (const char* path : {"steady", "single"})
     say(comparisonTable(fmt::format("({})", path), main.rows, rowsOfPath(bare.rows, path)));
 }
@@ -363,13 +391,14 @@ int BenchRun::run(const CommandLine& line) {
   setting_.directPairs = directPairs();
   printHeader();
 
-  SetResult main, nccl, bare;
-  if (options.impl == "nccl" || options.compareNccl)
-    if (!(status = lookAtTransport())) return fail(kFailed, status);
+  SetResult main, nccl, engines, bare;
+  if (!(status = lookAtNccl())) return fail(kFailed, status);
   if (!(status = measure(options.impl, &main))) return fail(kFailed, status);
   if (options.compareNccl && !(status = measure("nccl", &nccl))) return fail(kFailed, status);
+  if (options.compareCopyEngines && !(status = measure(kCopyEngines, &engines)))
+    return fail(kFailed, status);
   if (options.compareBare && !(status = measure("bare", &bare))) return fail(kFailed, status);
-  printComparisons(main, nccl, bare);
+  printComparisons(main, nccl, engines, bare);
 
   std::optional<std::uint64_t> errors;
   for (const Row& row : allRows_)

@@ -273,7 +273,8 @@ Status guarded(Work&& work) {
 
 }  // namespace
 
-Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetResult* result) {
+Status openNcclSet(const Setting& setting, RankSet* set, const std::string& impl,
+                   SetResult* result) {
   const Options& options = setting.options;
   result->pids = set->pids();
   return guarded([&]() -> Status {
@@ -284,7 +285,8 @@ Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetR
       commands.back().update({{"dataType", options.dataType.nccl},
                               {"grouped", options.grouped},
                               {"offset", options.offset},
-                              {"wantSteering", wantSteering},
+                              {"wantSteering", impl == "hoccl"},
+                              {"symmetric", impl == kCopyEngines},
                               {"ncclLibrary", setting.ncclLibrary}});
     }
     HOCCL_RETURN_IF_ERROR(set->ask("opening the GPU", commands, &answers));

@@ -41,9 +41,10 @@ struct SetResult {
   double worstLateShare = 0;
 };
 
-/// Opens the ranks of an NCCL set and connects them; `wantSteering` makes a rank whose ncclSend is
-/// not the steering library's an error.
-Status openNcclSet(const Setting& setting, RankSet* set, bool wantSteering, SetResult* result);
+/// Opens the ranks of an NCCL set and connects them. For `impl` hoccl a rank whose ncclSend is not
+/// the steering library's is an error; for kCopyEngines buffers lie in symmetric windows.
+Status openNcclSet(const Setting& setting, RankSet* set, const std::string& impl,
+                   SetResult* result);
 /// Measures every size, out of place and in place; `rowDone` is called with each finished row.
 Status measureNcclSet(const Setting& setting, RankSet* set, const std::string& impl,
                       const std::function<void(const Row&)>& rowDone, SetResult* result);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <type_traits>
 #include <vector>
 
 #include "tools/bench/locate.h"
@@ -57,9 +58,16 @@ Status NcclApi::load(const std::string& configuredLibrary, NcclApi* out) {
   const auto newer = [&](const char* name) {
     return ::dlsym(handle, name) ? ::dlsym(RTLD_DEFAULT, name) : nullptr;
   };
-  api.alltoAll = reinterpret_cast<Blocks>(newer("ncclAlltoAll"));
-  api.gather = reinterpret_cast<RootedBlocks>(newer("ncclGather"));
-  api.scatter = reinterpret_cast<RootedBlocks>(newer("ncclScatter"));
+  const auto find = [&](auto* function, const char* name) {
+    *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(newer(name));
+  };
+  find(&api.alltoAll, "ncclAlltoAll");
+  find(&api.gather, "ncclGather");
+  find(&api.scatter, "ncclScatter");
+  find(&api.memAlloc, "ncclMemAlloc");
+  find(&api.memFree, "ncclMemFree");
+  find(&api.windowRegister, "ncclCommWindowRegister");
+  find(&api.windowDeregister, "ncclCommWindowDeregister");
   api.library = fileOf(::dlsym(handle, "ncclSend"));
   api.sendFrom = fileOf(reinterpret_cast<void*>(api.ncclSend));
   *out = std::move(api);

@@ -39,11 +39,22 @@ struct NcclApi {
                                         cudaStream_t stream);
   Blocks alltoAll = nullptr;
   RootedBlocks gather = nullptr, scatter = nullptr;
+  /// Memory that all ranks of a communicator map; null before NCCL 2.27, which has symmetric
+  /// windows.
+  ncclResult_t (*memAlloc)(void** pointer, std::size_t bytes) = nullptr;
+  ncclResult_t (*memFree)(void* pointer) = nullptr;
+  ncclResult_t (*windowRegister)(ncclComm_t communicator, void* buffer, std::size_t bytes,
+                                 void** window, int flags) = nullptr;
+  ncclResult_t (*windowDeregister)(ncclComm_t communicator, void* window) = nullptr;
 
   std::string library;   ///< file the real NCCL was loaded from
   std::string sendFrom;  ///< file whose ncclSend an application gets
 
   static Status load(const std::string& configuredLibrary, NcclApi* out);
+  /// Whether it has symmetric windows.
+  [[nodiscard]] bool windows() const {
+    return memAlloc && memFree && windowRegister && windowDeregister;
+  }
   /// Whether ncclSend is the steering library's.
   [[nodiscard]] bool steered() const;
   /// `call` answered `result`: what NCCL says about it.

@@ -6,19 +6,20 @@ namespace hoccl::bench {
 namespace {
 
 constexpr OperationFacts kFacts[kOperations] = {
-    {Operation::SendRecv, "sendrecv", "bytes one rank sends", nullptr, false, false, false, false},
+    {Operation::SendRecv, "sendrecv", "bytes one rank sends", nullptr, false, false, false, false,
+     false},
     {Operation::AllGather, "allgather", "bytes one rank receives, its own block included",
-     "ncclAllGather", true, false, true, false},
+     "ncclAllGather", true, false, true, false, true},
     {Operation::AlltoAll, "alltoall", "bytes one rank sends, the block for itself included",
-     "ncclAlltoAll", true, false, false, true},
+     "ncclAlltoAll", true, false, false, true, true},
     {Operation::AlltoAllv, "alltoallv", "bytes one rank sends, the block for itself included",
-     nullptr, true, false, false, false},
+     nullptr, true, false, false, false, false},
     {Operation::Broadcast, "broadcast", "bytes each rank receives", "ncclBroadcast", false, true,
-     true, false},
+     true, false, false},
     {Operation::Gather, "gather", "bytes the root receives, its own block included", "ncclGather",
-     true, true, true, true},
+     true, true, true, true, true},
     {Operation::Scatter, "scatter", "bytes the root sends, its own block included", "ncclScatter",
-     true, true, true, true},
+     true, true, true, true, true},
 };
 
 }  // namespace

@@ -19,6 +19,7 @@ struct OperationFacts {
   bool rooted;     ///< one rank is the root
   bool inPlace;    ///< has an in-place form
   bool groupable;  ///< NCCL has that function only from 2.28.3 on; grouped send/recv does the same
+  bool copyEngines;  ///< NCCL 2.28.3 and later has a form of it that copy engines carry out
 };
 
 const OperationFacts& factsOf(Operation operation);

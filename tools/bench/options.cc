@@ -120,6 +120,21 @@ Status completePattern(const CommandLine& line, Options* options) {
   return {};
 }
 
+/// NCCL's copy engines work between buffers that all ranks map, so inside a node.
+Status checkCopyEngines(const Options& options) {
+  const OperationFacts& facts = factsOf(options.operation);
+  if (!facts.copyEngines)
+    return bad(
+        fmt::format("nccl-ce: NCCL has no {} by copy engines, only allgather, alltoall, "
+                    "gather and scatter",
+                    facts.name));
+  if (options.grouped)
+    return bad("nccl-ce and --grouped exclude each other: NCCL's send/recv takes its kernels");
+  if (!options.sameNode)
+    return bad("nccl-ce needs --same-node: NCCL's copy engines work inside a node");
+  return {};
+}
+
 }  // namespace
 
 const char* patternName(Pattern pattern) {
@@ -205,22 +220,29 @@ Status completeOptions(const CommandLine& line, bool emulated, Options* out) {
   if (options.operation == Operation::SendRecv && !(status = completePattern(line, &options)))
     return status;
 
-  if (line.impl != "hoccl" && line.impl != "nccl" && line.impl != "bare")
-    return bad(fmt::format("--impl {}: allowed are hoccl, nccl, bare", line.impl));
+  if (line.impl != "hoccl" && line.impl != "nccl" && line.impl != kCopyEngines &&
+      line.impl != "bare")
+    return bad(fmt::format("--impl {}: allowed are hoccl, nccl, nccl-ce, bare", line.impl));
   options.impl = line.impl;
   for (const std::string& other : line.compare) {
     if (other == "nccl") {
       options.compareNccl = true;
+    } else if (other == kCopyEngines) {
+      options.compareCopyEngines = true;
     } else if (other == "bare") {
       options.compareBare = true;
     } else {
-      return bad(fmt::format("--compare {}: allowed are nccl, bare or both, as nccl,bare", other));
+      return bad(fmt::format(
+          "--compare {}: allowed are nccl, nccl-ce, bare or several, as nccl,bare", other));
     }
     if (other == options.impl)
       return bad(fmt::format("--compare {} compares with itself: --impl is {}", other, other));
   }
   if (!options.remotes.empty() && (options.impl == "bare" || options.compareBare))
     return bad("the bare copies have nothing to do with another host: leave out --remote or bare");
+  if ((options.compareCopyEngines || options.impl == kCopyEngines) &&
+      !(status = checkCopyEngines(options)))
+    return status;
   *out = std::move(options);
   return {};
 }

@@ -37,6 +37,9 @@ struct CommandLine {
   bool sameNode = false, grouped = false;
 };
 
+/// The impl that is NCCL's collectives by copy engines.
+inline constexpr const char* kCopyEngines = "nccl-ce";
+
 /// A complete, consistent run.
 struct Options {
   Operation operation = Operation::SendRecv;
@@ -56,7 +59,7 @@ struct Options {
   std::uint64_t offset = 0;
   std::uint64_t timeoutMs = 60000;
   std::string impl = "hoccl", jsonFile;
-  bool compareNccl = false, compareBare = false, sameNode = false;
+  bool compareNccl = false, compareCopyEngines = false, compareBare = false, sameNode = false;
   std::vector<std::string> remotes;  ///< the last ranks run there, one for each
 
   [[nodiscard]] int ranksHere() const { return ranks - static_cast<int>(remotes.size()); }

@@ -15,42 +15,49 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace
 
-Status RankBuffers::allocate(std::uint64_t sendBytes, std::uint64_t receiveBytes,
-                             std::uint64_t offset) {
+BufferSource deviceMemory(const Driver* driver) {
+  return [driver](std::uint64_t bytes, std::unique_ptr<Buffer>* out) {
+    auto buffer = std::make_unique<DeviceBuffer>();
+    const Status status = buffer->allocate(driver, bytes);
+    *out = std::move(buffer);
+    return status;
+  };
+}
+
+Status RankBuffers::allocate(const BufferSource& source, std::uint64_t sendBytes,
+                             std::uint64_t receiveBytes, std::uint64_t offset) {
   offset_ = offset;
-  sendRoom_ = sendBytes;
-  const Driver* driver = device_->driver();
-  if (sendBytes > 0) HOCCL_RETURN_IF_ERROR(send_.allocate(driver, offset + sendBytes));
-  return receive_.allocate(driver, offset + receiveBytes + kGuardBytes);
+  if (sendBytes > 0) HOCCL_RETURN_IF_ERROR(source(offset + sendBytes, &send_));
+  return source(offset + receiveBytes + kGuardBytes, &receive_);
 }
 
 void RankBuffers::release() {
-  send_.release();
-  receive_.release();
+  send_.reset();
+  receive_.reset();
 }
 
 void* RankBuffers::sendBase(const RankLayout& layout) const {
   if (layout.inPlace) return receiveBase();
-  return sendRoom_ > 0 ? pointer(send_.at(offset_)) : nullptr;
+  return send_ ? pointer(send_->at(offset_)) : nullptr;
 }
 
-void* RankBuffers::receiveBase() const { return pointer(receive_.at(offset_)); }
+void* RankBuffers::receiveBase() const { return pointer(receive_->at(offset_)); }
 
 BytePattern RankBuffers::guardPattern(std::uint64_t number) const {
   return BytePattern::of(rank_, kGuardPart, number);
 }
 
 Status RankBuffers::prepare(const RankLayout& layout, std::uint64_t number) {
-  const auto fill = [&](const DeviceBuffer& buffer, const std::vector<Block>& blocks) -> Status {
+  const auto fill = [&](const Buffer* buffer, const std::vector<Block>& blocks) -> Status {
     for (const Block& block : blocks)
-      HOCCL_RETURN_IF_ERROR(device_->upload(buffer.at(offset_ + block.offset), block.bytes,
+      HOCCL_RETURN_IF_ERROR(device_->upload(buffer->at(offset_ + block.offset), block.bytes,
                                             BytePattern::of(block.source, block.part, number),
                                             !block.before));
     return {};
   };
-  HOCCL_RETURN_IF_ERROR(fill(send_, layout.send));
-  HOCCL_RETURN_IF_ERROR(fill(receive_, layout.receive));
-  return device_->upload(receive_.at(offset_ + layout.receiveBytes), kGuardBytes,
+  HOCCL_RETURN_IF_ERROR(fill(send_.get(), layout.send));
+  HOCCL_RETURN_IF_ERROR(fill(receive_.get(), layout.receive));
+  return device_->upload(receive_->at(offset_ + layout.receiveBytes), kGuardBytes,
                          guardPattern(number), false);
 }
 
@@ -58,7 +65,7 @@ Status RankBuffers::verify(const RankLayout& layout, std::uint64_t number, std::
   *wrong = 0;
   std::uint64_t here = 0, first = 0;
   for (const Block& block : layout.receive) {
-    HOCCL_RETURN_IF_ERROR(device_->countWrong(receive_.at(offset_ + block.offset), block.bytes,
+    HOCCL_RETURN_IF_ERROR(device_->countWrong(receive_->at(offset_ + block.offset), block.bytes,
                                               BytePattern::of(block.source, block.part, number),
                                               &here, &first));
     if (here > 0 && *wrong == 0)
@@ -70,8 +77,8 @@ Status RankBuffers::verify(const RankLayout& layout, std::uint64_t number, std::
                    static_cast<unsigned long long>(block.offset + first));
     *wrong += here;
   }
-  HOCCL_RETURN_IF_ERROR(device_->countWrong(receive_.at(offset_ + layout.receiveBytes), kGuardBytes,
-                                            guardPattern(number), &here, &first));
+  HOCCL_RETURN_IF_ERROR(device_->countWrong(receive_->at(offset_ + layout.receiveBytes),
+                                            kGuardBytes, guardPattern(number), &here, &first));
   if (here > 0)
     std::fprintf(stderr,
                  "hoccl bench: rank %d: %llu bytes written behind the receive buffer of %llu "

@@ -1,12 +1,18 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "common/base/status.h"
 #include "tools/bench/layout.h"
 #include "tools/bench/rank_device.h"
 
 namespace hoccl::bench {
+
+/// Where buffers come from: makes one of so many bytes.
+using BufferSource = std::function<Status(std::uint64_t bytes, std::unique_ptr<Buffer>* out)>;
+BufferSource deviceMemory(const Driver* driver);
 
 /// A rank's two buffers on the GPU, and what must be in them before and after an operation. Bytes
 /// depend on whose they are, for whom, on their position and on the number of the operation; behind
@@ -16,7 +22,8 @@ class RankBuffers {
   RankBuffers(RankDevice* device, int rank) : device_(device), rank_(rank) {}
 
   /// Room for layouts of up to these sizes, `offset` bytes into each allocation.
-  Status allocate(std::uint64_t sendBytes, std::uint64_t receiveBytes, std::uint64_t offset);
+  Status allocate(const BufferSource& source, std::uint64_t sendBytes, std::uint64_t receiveBytes,
+                  std::uint64_t offset);
   void release();
   /// Where the layout's messages and the call's pointers count from. Null: nothing is sent.
   [[nodiscard]] void* sendBase(const RankLayout& layout) const;
@@ -33,8 +40,8 @@ class RankBuffers {
 
   RankDevice* device_;
   int rank_;
-  std::uint64_t offset_ = 0, sendRoom_ = 0;
-  DeviceBuffer send_, receive_;
+  std::uint64_t offset_ = 0;
+  std::unique_ptr<Buffer> send_, receive_;  ///< send_: null where nothing is sent
 };
 
 }  // namespace hoccl::bench

@@ -64,20 +64,28 @@ class RankDevice {
 /// (docs/results/2026-11-30-2gpu-both-ways.txt).
 constexpr std::uint64_t kDevicePageBytes = 2 << 20;
 
-/// Device memory from cuMemAlloc, in whole pages, as allocators take it; freed at the end.
-class DeviceBuffer {
+/// A piece of device memory, wherever it comes from; it goes with the object.
+class Buffer {
  public:
-  DeviceBuffer() = default;
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-  ~DeviceBuffer() { release(); }
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  virtual ~Buffer() = default;
+  [[nodiscard]] CUdeviceptr at(std::uint64_t offset) const { return pointer_ + offset; }
+
+ protected:
+  CUdeviceptr pointer_ = 0;
+};
+
+/// Device memory from cuMemAlloc, in whole pages, as allocators take it.
+class DeviceBuffer final : public Buffer {
+ public:
+  ~DeviceBuffer() override { release(); }
   Status allocate(const Driver* driver, std::uint64_t bytes);
   void release();
-  [[nodiscard]] CUdeviceptr at(std::uint64_t offset) const { return pointer_ + offset; }
 
  private:
   const Driver* driver_ = nullptr;
-  CUdeviceptr pointer_ = 0;
 };
 
 }  // namespace hoccl::bench

@@ -94,4 +94,8 @@ std::string ncclTransportIn(const std::string& log) {
   return joined;
 }
 
+bool ncclCopyEnginesIn(const std::string& log) {
+  return log.find("Init CE, rank ") != std::string::npos;
+}
+
 }  // namespace hoccl::bench

@@ -24,5 +24,8 @@ std::vector<std::string> ownEnvironment();
 /// The transports NCCL says it uses ("via NET/Socket", "via P2P/CUMEM", "via SHM/direct") in the
 /// text it writes with NCCL_DEBUG=INFO; several joined by "+", empty when it says none.
 std::string ncclTransportIn(const std::string& log);
+/// Whether it says there that it has set its copy engines up, which it does when the first
+/// collective takes them ("Init CE, rank 0 …", src/ce_coll.cc).
+bool ncclCopyEnginesIn(const std::string& log);
 
 }  // namespace hoccl::bench

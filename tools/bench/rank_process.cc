@@ -108,6 +108,7 @@ class RankProcess {
     plan.offset = command.at("offset");
     plan.timeoutMs = command.at("timeoutMs");
     plan.wantSteering = command.at("wantSteering");
+    plan.symmetric = command.at("symmetric");
     plan.ncclLibrary = command.at("ncclLibrary");
     stage("loading NCCL");
     transfers_ = std::make_unique<RankTransfers>(&device_, start, std::move(plan));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/base/time.h"
+#include "tools/bench/symmetric_buffer.h"
 
 namespace hoccl::bench {
 
@@ -22,6 +23,12 @@ Status RankTransfers::open(nlohmann::json* answer) {
                          fmt::format("ncclSend comes from {}, not from the preloaded steering "
                                      "library: LD_PRELOAD had no effect",
                                      nccl_.sendFrom));
+  if (plan_.symmetric && !nccl_.windows())
+    return Status::error(
+        Code::Unsupported,
+        fmt::format("NCCL in {} has no symmetric windows: its collectives by copy engines came "
+                    "with 2.28.3",
+                    nccl_.library));
   int version = 0;
   HOCCL_BENCH_NCCL(ncclGetVersion(&version));
   (*answer)["nccl"] = version;
@@ -55,13 +62,20 @@ Status RankTransfers::connect(const std::string& text) {
   issuer_.communicator = communicator_;
   std::uint64_t sendBytes = 0, receiveBytes = 0;
   const bool hasInPlace = factsOf(plan_.operation.operation).inPlace;
-  for (const bool inPlace : {false, true}) {
-    if (inPlace && !hasInPlace) continue;
-    const RankLayout largest = layout({plan_.maxBytes, inPlace});
-    sendBytes = std::max(sendBytes, largest.sendBytes);
-    receiveBytes = std::max(receiveBytes, largest.receiveBytes);
+  for (int rank = 0; rank < plan_.operation.ranks; ++rank) {
+    // Symmetric windows have the same size everywhere, whether the rank sends or receives anything
+    // or not: where one rank gave NCCL another address, it alone would take the kernels.
+    if (rank != plan_.rank && !plan_.symmetric) continue;
+    for (const bool inPlace : {false, true}) {
+      if (inPlace && !hasInPlace) continue;
+      const RankLayout largest = layoutOf(plan_.operation, rank, {plan_.maxBytes, inPlace});
+      sendBytes = std::max(sendBytes, largest.sendBytes);
+      receiveBytes = std::max(receiveBytes, largest.receiveBytes);
+    }
   }
-  return buffers_.allocate(sendBytes, receiveBytes, plan_.offset);
+  return buffers_.allocate(
+      plan_.symmetric ? symmetricMemory(&nccl_, communicator_) : deviceMemory(device_->driver()),
+      sendBytes, receiveBytes, plan_.offset);
 }
 
 RankLayout RankTransfers::layout(const Shape& shape) const {
@@ -141,6 +155,7 @@ Status RankTransfers::counts(nlohmann::json* answer) {
 }
 
 Status RankTransfers::close() {
+  if (plan_.symmetric) buffers_.release();  // the windows are the communicator's
   if (communicator_) HOCCL_BENCH_NCCL(ncclCommDestroy(communicator_));
   communicator_ = nullptr;
   buffers_.release();

@@ -23,6 +23,7 @@ struct RankPlan {
   int dataType = 0;  ///< ncclDataType_t
   std::uint64_t maxBytes = 0, offset = 0, timeoutMs = 0;
   bool wantSteering = false;
+  bool symmetric = false;  ///< buffers in symmetric windows
   std::string ncclLibrary;
 };
 

@@ -62,7 +62,7 @@ std::string tableRow(const Row& row) {
 std::string comparisonTable(const std::string& about, const std::vector<Row>& ours,
                             const std::vector<Row>& theirs) {
   if (ours.empty() || theirs.empty()) return "";
-  constexpr const char* format = "{:>12} {:>5} {:>11} {:>11} {:>12} {:>12} {:>13} {:>13} {:>7}\n";
+  constexpr const char* format = "{:>12} {:>5} {:>11} {:>11} {:>12} {:>13} {:>13} {:>14} {:>7}\n";
   const std::string &a = ours.front().impl, &b = theirs.front().impl;
   std::string text = fmt::format("#\n# {} against {}{}{}\n", a, b, about.empty() ? "" : " ", about);
   text += fmt::format(format, "#      bytes", "place", a + "(us)", b + "(us)", a + "(GB/s)",

@@ -12,9 +12,9 @@ namespace hoccl::bench {
 
 /// One line of the table and one object of the JSON file. Empty: not measured.
 struct Row {
-  std::string impl;  ///< hoccl, nccl or bare
+  std::string impl;  ///< hoccl, nccl, nccl-ce or bare
   std::string op;    ///< the operation's name
-  std::string path;  ///< staged, nccl, mixed; for bare: steady, single; "" when unknown
+  std::string path;  ///< staged, nccl, copy-engine, …; for bare: steady, single; "" when unknown
   std::optional<std::string> transport;
   std::string device;
   bool emulated = false;
