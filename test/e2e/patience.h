@@ -2,8 +2,16 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 
 namespace e2e {
+
+/// How long a rank waits for what has no limit of its own: E2E_PATIENCE_MS, for hosts that are
+/// slow, or 20 s.
+inline int patienceMs() {
+  const char* const set = std::getenv("E2E_PATIENCE_MS");
+  return set == nullptr ? 20000 : std::atoi(set);
+}
 
 /// How long a test waits for something it looks at again and again. Virtual machines stand still
 /// for half a minute at times: a gap between two looks counts as one second at most, since whatever

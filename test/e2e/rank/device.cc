@@ -7,7 +7,6 @@
 #include <cstring>
 #include <optional>
 
-#include "test/e2e/patience.h"
 #include "test/e2e/rank/check.h"
 
 namespace e2e {

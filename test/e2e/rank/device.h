@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "test/e2e/patience.h"
 #include "test/emulator/hoccl_emu.h"
 
 namespace e2e {
@@ -60,8 +61,8 @@ void useDevice();
 
 /// What the emulated driver has counted on device 0, in all processes of the job.
 HocclEmuCounters counters();
-/// SM operations of all ranks since the first call of markSmOps: after a communicator is made, since
-/// each process runs HOCCL's wait kernel once before that.
+/// SM operations of all ranks since the first call of markSmOps: after a communicator is made,
+/// since each process runs HOCCL's wait kernel once before that.
 std::uint64_t smOps();
 void markSmOps();
 
@@ -69,7 +70,7 @@ CUstream newStream();
 /// Everything on the stream has run.
 bool streamIdle(CUstream stream);
 /// Waits for that, with a bound; fails the rank with `what` when it is over.
-void awaitStream(CUstream stream, const std::string& what, int timeoutMs = 20000);
+void awaitStream(CUstream stream, const std::string& what, int timeoutMs = patienceMs());
 /// The stream is still busy after `ms`.
 void requireBusy(CUstream stream, int ms, const std::string& what);
 
@@ -88,13 +89,13 @@ class Gate {
   CUdeviceptr device_ = 0;
 };
 
-/// How the n-th piece of memory of cuMemCreate can be shared: by descriptor, or by fabric handle where
-/// E2E_FABRIC says "all" or (of the odd ones) "odd".
+/// How the n-th piece of memory of cuMemCreate can be shared: by descriptor, or by fabric handle
+/// where E2E_FABRIC says "all" or (of the odd ones) "odd".
 CUmemAllocationHandleType shareableAs(std::size_t n);
 
-/// Device memory of the kind that the environment's E2E_MEMORY names: "device" (cuMemAlloc; also if it
-/// is not set), "managed", "pool", "mapped" (one address range of many physical pieces) or "unexportable"
-/// (the same of pieces that no other process can map).
+/// Device memory of the kind that the environment's E2E_MEMORY names: "device" (cuMemAlloc; also if
+/// it is not set), "managed", "pool", "mapped" (one address range of many physical pieces) or
+/// "unexportable" (the same of pieces that no other process can map).
 class DeviceMemory {
  public:
   explicit DeviceMemory(std::size_t bytes);

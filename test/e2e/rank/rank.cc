@@ -9,8 +9,6 @@
 #include <fstream>
 #include <iterator>
 
-#include "test/e2e/patience.h"
-
 namespace e2e {
 namespace {
 

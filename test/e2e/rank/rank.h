@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "test/e2e/patience.h"
 #include "test/e2e/rank/check.h"
 #include "test/e2e/rank/device.h"
 #include "test/e2e/rank/nccl_api.h"
@@ -29,7 +30,7 @@ class Rank {
   /// This rank's own: `event.rank`.
   void postMine(const std::string& event) const { post(event + "." + std::to_string(rank)); }
   /// Waits for an event, with a bound, and returns its text.
-  std::string await(const std::string& event, int timeoutMs = 20000) const;
+  std::string await(const std::string& event, int timeoutMs = patienceMs()) const;
   void awaitOf(const std::string& event, int whose) const {
     await(event + "." + std::to_string(whose));
   }
@@ -48,7 +49,7 @@ void say(const std::string& key, const std::string& value);
 void sayStats(const std::string& key = "stats");
 
 /// Polls until the communicator is initialised or in error; ncclInProgress if it never ends.
-ncclResult_t awaitReady(ncclComm_t comm, int timeoutMs = 20000);
+ncclResult_t awaitReady(ncclComm_t comm, int timeoutMs = patienceMs());
 /// Polls until the communicator reports an error; ncclSuccess if it does not within the bound.
 ncclResult_t awaitError(ncclComm_t comm, int timeoutMs);
 
@@ -61,10 +62,11 @@ struct Scenario {
   const char* name;
   void (*run)(const Rank& rank);
 };
-extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupScenarios, kCommunicatorScenarios,
-    kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
+extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupScenarios,
+    kCommunicatorScenarios, kCallScenarios, kThreadScenarios, kFaultScenarios, kLaunchScenarios,
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
-    kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios, kSoakScenarios,
-    kThresholdScenarios, kGroupEndScenarios, kThresholdStormScenarios, kPeerStormScenarios;
+    kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios,
+    kSoakScenarios, kThresholdScenarios, kGroupEndScenarios, kThresholdStormScenarios,
+    kPeerStormScenarios;
 
 }  // namespace e2e

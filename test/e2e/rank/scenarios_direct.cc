@@ -95,7 +95,7 @@ void abortSendMidCopy(const Rank& rank) {
       awaitStream(stream, "an aborted send");
     } else {
       REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
-      awaitStream(stream, "a receive whose sender aborts", 20000);
+      awaitStream(stream, "a receive whose sender aborts");
       ncclResult_t state = ncclSuccess;
       REQUIRE_NCCL(nccl().ncclCommGetAsyncError(comm, &state));
       buffer.fetch(stream);
@@ -126,7 +126,7 @@ void abortMidCopy(const Rank& rank) {
     rank.barrier(name);
     if (rank.rank == 0) {
       REQUIRE_NCCL(nccl().ncclSend(buffer.data(), kBytes, ncclUint8, 1, comm, stream));
-      awaitStream(stream, "a send whose receiver aborts", 20000);
+      awaitStream(stream, "a send whose receiver aborts");
     } else {
       REQUIRE_NCCL(nccl().ncclRecv(buffer.data(), kBytes, ncclUint8, 0, comm, stream));
       ::usleep(static_cast<useconds_t>(5'000 * (round + 1)));
