@@ -33,6 +33,7 @@ struct PendingOp {
   OpDescriptor descriptor{};
   SpanSlot* span = nullptr;  ///< pinned for it, until it is handed over
   CUdeviceptr address = 0;   ///< of the bytes, where no application-side copy stands between
+  bool staysOwn = false;     ///< of the rank with itself, and its communicator's are not copied
 };
 
 /// A set of steered operations of one outermost group, issued in three steps, so that operations

@@ -9,6 +9,8 @@
 namespace hoccl {
 namespace {
 
+using Ops = std::vector<PendingOp>;
+
 bool ownOf(const PendingOp& op, const SteeredComm* comm) {
   const OpKind kind = op.descriptor.kind;
   return op.comm == comm && op.descriptor.peer == comm->rank &&
@@ -16,49 +18,76 @@ bool ownOf(const PendingOp& op, const SteeredComm* comm) {
          (op.descriptor.pairSequence & kCollectiveSequence) == 0;
 }
 
-const PendingOp* counterpart(const std::vector<PendingOp>& ops, const PendingOp& op) {
-  const auto found = std::find_if(ops.begin(), ops.end(), [&](const PendingOp& other) {
-    return ownOf(other, op.comm) && other.descriptor.kind != op.descriptor.kind &&
-           other.descriptor.pairSequence == op.descriptor.pairSequence;
-  });
-  return found == ops.end() ? nullptr : &*found;
+/// Visits the rank's sends to itself with their receives. Each have consecutive numbers in the
+/// order of the calls, so the first two meet and all others likewise, or none. False where one has
+/// no counterpart, or as soon as `visit` says so.
+template <typename Visit>
+bool eachPair(const Ops& ops, const SteeredComm* comm, Visit visit) {
+  const auto next = [&](Ops::const_iterator from, OpKind kind) {
+    return std::find_if(from, ops.end(), [&](const PendingOp& op) {
+      return ownOf(op, comm) && op.descriptor.kind == kind;
+    });
+  };
+  auto send = next(ops.begin(), OpKind::Send), receive = next(ops.begin(), OpKind::Recv);
+  while (send != ops.end() && receive != ops.end()) {
+    if (send->descriptor.pairSequence != receive->descriptor.pairSequence) return false;
+    if (!visit(*send, *receive)) return false;
+    send = next(send + 1, OpKind::Send);
+    receive = next(receive + 1, OpKind::Recv);
+  }
+  return send == ops.end() && receive == ops.end();
 }
 
 /// Whether all of the rank's operations with itself can be copied. All or none, since the mover
 /// takes their numbers without a gap.
-bool takesAll(const std::vector<PendingOp>& ops, const SteeredComm* comm) {
-  return std::all_of(ops.begin(), ops.end(), [&](const PendingOp& op) {
-    if (!ownOf(op, comm)) return true;
-    const PendingOp* other = counterpart(ops, op);
-    const bool alike = other && other->stream == op.stream && op.address && other->address &&
-                       other->descriptor.bytes == op.descriptor.bytes;
-    return alike && std::any_of(ops.begin(), ops.end(), [&](const PendingOp& launched) {
-             return launched.comm->mover == op.comm->mover && launched.stream == op.stream &&
-                    !ownOf(launched, launched.comm);
-           });
+bool takesAll(const Ops& ops, const SteeredComm* comm) {
+  const PendingOp* before = nullptr;
+  return eachPair(ops, comm, [&](const PendingOp& send, const PendingOp& receive) {
+    if (send.stream != receive.stream || !send.address || !receive.address ||
+        send.descriptor.bytes != receive.descriptor.bytes) {
+      return false;
+    }
+    if (before && before->stream == send.stream) return true;  // has been looked at
+    before = &send;
+    return std::any_of(ops.begin(), ops.end(), [&](const PendingOp& launched) {
+      return launched.comm->mover == comm->mover && launched.stream == send.stream &&
+             !ownOf(launched, launched.comm);
+    });
   });
+}
+
+void take(PendingOp& op, SteeredComm* comm) {
+  const bool send = op.descriptor.kind == OpKind::Send;
+  const auto self = static_cast<std::size_t>(comm->rank);
+  const std::uint64_t next = --(send ? comm->sendSequence : comm->recvSequence)[self];
+  comm->counts(comm->rank, send).steered.store(next, std::memory_order_release);
+  comm->recount(Path::Staged, Path::OwnBlock, op.descriptor.bytes);
+  if (op.span) op.span->unpin();
 }
 
 }  // namespace
 
-void takeOwnBlocks(std::vector<PendingOp>* ops, std::vector<OwnBlock>* blocks) {
-  for (std::size_t i = 0; i < ops->size(); ++i) {
+void takeOwnBlocks(Ops* ops, std::vector<OwnBlock>* blocks) {
+  for (std::size_t i = 0; i < ops->size();) {
     SteeredComm* comm = (*ops)[i].comm;
-    if (!ownOf((*ops)[i], comm) || !takesAll(*ops, comm)) continue;
-    for (const PendingOp& op : *ops) {
-      if (!ownOf(op, comm)) continue;
-      const bool send = op.descriptor.kind == OpKind::Send;
-      const auto self = static_cast<std::size_t>(comm->rank);
-      const std::uint64_t next = --(send ? comm->sendSequence : comm->recvSequence)[self];
-      comm->counts(comm->rank, send).steered.store(next, std::memory_order_release);
-      comm->recount(Path::Staged, Path::OwnBlock, op.descriptor.bytes);
-      if (op.span) op.span->unpin();
-      if (!send) continue;
-      const PendingOp* receive = counterpart(*ops, op);
-      blocks->push_back({comm, op.stream, receive->address, op.address, op.descriptor.bytes});
+    if (!ownOf((*ops)[i], comm) || (*ops)[i].staysOwn) {
+      ++i;
+      continue;
     }
-    std::erase_if(*ops, [&](const PendingOp& op) { return ownOf(op, comm); });
-    --i;
+    const bool takes = takesAll(*ops, comm);
+    if (takes) {
+      eachPair(*ops, comm, [&](const PendingOp& send, const PendingOp& receive) {
+        blocks->push_back(
+            {comm, send.stream, receive.address, send.address, send.descriptor.bytes});
+        return true;
+      });
+    }
+    for (PendingOp& op : *ops) {
+      if (!ownOf(op, comm)) continue;
+      if (takes) take(op, comm);
+      op.staysOwn = !takes;
+    }
+    if (takes) std::erase_if(*ops, [&](const PendingOp& op) { return ownOf(op, comm); });
   }
 }
 

@@ -1,0 +1,237 @@
+// Which of a rank's operations with itself the application's stream copies
+// (HOCCL_OWN_BLOCK=kernel).
+
+#include "plugin-tuner/own_blocks.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "common/runtime/pair_window.h"
+#include "plugin-tuner/launcher.h"
+
+namespace hoccl {
+namespace {
+
+constexpr int kSelf = 1, kPeer = 0, kRanks = 2;
+constexpr std::uint64_t kBytes = 1 << 20;
+constexpr CUdeviceptr kFrom = 0x10000000, kTo = 0x20000000;
+
+CUstream stream(std::uintptr_t number) { return reinterpret_cast<CUstream>(number * 64); }
+MoverClient* mover(std::uintptr_t number) { return reinterpret_cast<MoverClient*>(number * 64); }
+
+/// A communicator with counts but without a mover, of which only the address matters here.
+struct Comm : SteeredComm {
+  explicit Comm(std::uintptr_t itsMover = 1) : pairs(new PairCounts[kRanks]()) {
+    rank = kSelf;
+    ranks = kRanks;
+    mover = hoccl::mover(itsMover);
+    sendSequence.assign(kRanks, 0);
+    recvSequence.assign(kRanks, 0);
+    pairCounts = pairs.get();
+  }
+  std::unique_ptr<PairCounts[]> pairs;
+};
+
+class OwnBlocks : public ::testing::Test {
+ protected:
+  /// As SteeredCall does it.
+  void add(Comm& comm, OpKind kind, int peer, CUstream on, CUdeviceptr address,
+           std::uint64_t bytes = kBytes) {
+    auto& sequences = kind == OpKind::Send ? comm.sendSequence : comm.recvSequence;
+    PendingOp op;
+    op.comm = &comm;
+    op.stream = on;
+    op.address = address;
+    op.descriptor.kind = kind;
+    op.descriptor.peer = peer;
+    op.descriptor.bytes = bytes;
+    op.descriptor.pairSequence = sequences[static_cast<std::size_t>(peer)]++;
+    comm.counts(peer, kind == OpKind::Send)
+        .steered.store(sequences[static_cast<std::size_t>(peer)]);
+    comm.count(Path::Staged, bytes);
+    ops.push_back(op);
+  }
+  void send(Comm& comm, CUstream on, CUdeviceptr from = kFrom, std::uint64_t bytes = kBytes) {
+    add(comm, OpKind::Send, kSelf, on, from, bytes);
+  }
+  void receive(Comm& comm, CUstream on, CUdeviceptr to = kTo, std::uint64_t bytes = kBytes) {
+    add(comm, OpKind::Recv, kSelf, on, to, bytes);
+  }
+  void toPeer(Comm& comm, CUstream on) { add(comm, OpKind::Send, kPeer, on, kFrom); }
+  void take() { takeOwnBlocks(&ops, &blocks); }
+  void expectNoneTaken() {
+    const std::size_t before = ops.size();
+    take();
+    EXPECT_EQ(ops.size(), before);
+    EXPECT_TRUE(blocks.empty());
+  }
+
+  std::vector<PendingOp> ops;
+  std::vector<OwnBlock> blocks;
+};
+
+TEST_F(OwnBlocks, APairBesideAnotherOperationOfItsStream) {
+  Comm comm;
+  comm.sendSequence[kSelf] = comm.recvSequence[kSelf] = 7;
+  toPeer(comm, stream(1));
+  receive(comm, stream(1), kTo + 5);
+  send(comm, stream(1), kFrom + 3);
+  take();
+  ASSERT_EQ(ops.size(), 1u);
+  EXPECT_EQ(ops[0].descriptor.peer, kPeer);
+  ASSERT_EQ(blocks.size(), 1u);
+  EXPECT_EQ(blocks[0].comm, &comm);
+  EXPECT_EQ(blocks[0].stream, stream(1));
+  EXPECT_EQ(blocks[0].from, kFrom + 3);
+  EXPECT_EQ(blocks[0].to, kTo + 5);
+  EXPECT_EQ(blocks[0].bytes, kBytes);
+  // The next operations get their numbers, and the mover hears of no gap.
+  EXPECT_EQ(comm.sendSequence[kSelf], 7u);
+  EXPECT_EQ(comm.recvSequence[kSelf], 7u);
+  EXPECT_EQ(comm.counts(kSelf, true).steered, 7u);
+  EXPECT_EQ(comm.counts(kSelf, false).steered, 7u);
+  EXPECT_EQ(comm.sendSequence[kPeer], 1u);
+  EXPECT_EQ(comm.moved(Path::OwnBlock).ops, 2u);
+  EXPECT_EQ(comm.moved(Path::OwnBlock).bytes, 2 * kBytes);
+  EXPECT_EQ(comm.moved(Path::Staged).ops, 1u);
+  EXPECT_EQ(comm.moved(Path::Staged).bytes, kBytes);
+}
+
+TEST_F(OwnBlocks, SendsAndReceivesMeetInTheOrderOfTheCalls) {
+  Comm comm;
+  for (CUdeviceptr n : {0, 1, 2}) send(comm, stream(1), kFrom + n, kBytes + n);
+  toPeer(comm, stream(1));
+  for (CUdeviceptr n : {0, 1, 2}) receive(comm, stream(1), kTo + n, kBytes + n);
+  take();
+  ASSERT_EQ(ops.size(), 1u);
+  ASSERT_EQ(blocks.size(), 3u);
+  for (CUdeviceptr n : {0, 1, 2}) {
+    EXPECT_EQ(blocks[n].from, kFrom + n);
+    EXPECT_EQ(blocks[n].to, kTo + n);
+    EXPECT_EQ(blocks[n].bytes, kBytes + n);
+  }
+}
+
+TEST_F(OwnBlocks, NotWhereTheStreamHasNothingElse) {
+  Comm comm, other;
+  toPeer(comm, stream(2));
+  send(comm, stream(1));
+  receive(comm, stream(1));
+  send(other, stream(1));  // would be gone as well
+  receive(other, stream(1));
+  expectNoneTaken();
+}
+
+TEST_F(OwnBlocks, NotBesideAnotherMoversOperation) {
+  for (const bool besideOwn : {false, true}) {
+    ops.clear();
+    Comm comm(1), other(2);
+    toPeer(other, stream(1));
+    send(comm, stream(1));
+    receive(comm, stream(1));
+    if (!besideOwn) {
+      expectNoneTaken();
+      continue;
+    }
+    toPeer(comm, stream(1));
+    take();
+    EXPECT_EQ(ops.size(), 2u);
+    EXPECT_EQ(blocks.size(), 1u);
+  }
+}
+
+TEST_F(OwnBlocks, NotFromOneStreamToAnother) {
+  Comm comm;
+  for (std::uintptr_t each : {1, 2}) toPeer(comm, stream(each));
+  send(comm, stream(1));
+  receive(comm, stream(2));
+  expectNoneTaken();
+}
+
+TEST_F(OwnBlocks, NotOfDifferentSizes) {
+  Comm comm;
+  toPeer(comm, stream(1));
+  send(comm, stream(1), kFrom, kBytes);
+  receive(comm, stream(1), kTo, kBytes + 1);
+  expectNoneTaken();
+}
+
+TEST_F(OwnBlocks, NotWithApplicationSideCopies) {
+  for (const bool ofTheSend : {false, true}) {
+    ops.clear();
+    Comm comm;
+    toPeer(comm, stream(1));
+    send(comm, stream(1), ofTheSend ? 0 : kFrom);
+    receive(comm, stream(1), ofTheSend ? kTo : 0);
+    expectNoneTaken();
+  }
+}
+
+TEST_F(OwnBlocks, NotWhereOneHasItsCounterpartInAnotherGroup) {
+  for (const bool more : {false, true}) {
+    ops.clear();
+    Comm comm;
+    comm.sendSequence[kSelf] = 1;  // the mover has a send already
+    toPeer(comm, stream(1));
+    receive(comm, stream(1));
+    if (more) receive(comm, stream(1));
+    send(comm, stream(1));
+    expectNoneTaken();
+  }
+}
+
+TEST_F(OwnBlocks, AllOfACommunicatorsOrNone) {
+  Comm comm, other;
+  toPeer(comm, stream(1));
+  send(comm, stream(1));
+  receive(comm, stream(1));
+  send(other, stream(1), kFrom + 1);
+  receive(other, stream(1), kTo + 1);
+  send(comm, stream(1));  // has no counterpart
+  take();
+  ASSERT_EQ(ops.size(), 4u);
+  for (const PendingOp& op : ops) EXPECT_EQ(op.comm, &comm);
+  ASSERT_EQ(blocks.size(), 1u);
+  EXPECT_EQ(blocks[0].from, kFrom + 1);
+  EXPECT_EQ(comm.sendSequence[kSelf], 2u);
+  EXPECT_EQ(other.sendSequence[kSelf], 0u);
+}
+
+/// They have numbers of their own, and a mover counts on them.
+TEST_F(OwnBlocks, NotThoseOfACollective) {
+  Comm comm;
+  toPeer(comm, stream(1));
+  send(comm, stream(1));
+  receive(comm, stream(1));
+  for (PendingOp& op : ops) {
+    if (op.descriptor.peer == kSelf) op.descriptor.pairSequence |= kCollectiveSequence;
+  }
+  expectNoneTaken();
+}
+
+/// The launch path takes a time that grows with a group's operations, not with their square.
+TEST_F(OwnBlocks, OfAGroupOfManyTakesNoTimeToSpeakOf) {
+  constexpr std::size_t kMany = 1000;
+  for (const bool unmatched : {false, true}) {
+    ops.clear();
+    blocks.clear();
+    Comm comm;
+    for (std::size_t n = 0; n < kMany; ++n) send(comm, stream(1));
+    for (std::size_t n = 0; n < kMany; ++n) receive(comm, stream(1));
+    if (unmatched) receive(comm, stream(1));
+    toPeer(comm, stream(1));
+    const auto began = std::chrono::steady_clock::now();
+    take();
+    const auto took = std::chrono::steady_clock::now() - began;
+    EXPECT_EQ(blocks.size(), unmatched ? 0 : kMany);
+    EXPECT_LT(std::chrono::duration_cast<std::chrono::milliseconds>(took).count(), 100);
+  }
+}
+
+}  // namespace
+}  // namespace hoccl
