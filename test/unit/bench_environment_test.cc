@@ -176,6 +176,17 @@ TEST(BenchSteering, CountsAllCommunicators) {
   EXPECT_EQ(counts.transport, "shm");
 }
 
+/// Or an AlltoAllv whose pairs went directly would be called mixed.
+TEST(BenchSteering, OwnBlocksByKernelAreNoPathBetweenRanks) {
+  SteeringCounts counts;
+  ASSERT_TRUE(parseSteeringCounts(
+      R"({"communicators":[{"paths":{"staged":{"ops":0,"bytes":0},"direct":{"ops":4,"bytes":8},
+          "own-block":{"ops":2,"bytes":4}},"reasons":{}}]})",
+      &counts));
+  EXPECT_EQ(counts.staged, 0u);
+  EXPECT_EQ(counts.direct, 4u);
+}
+
 TEST(BenchSteering, AnUnsteeredCommunicatorSaysWhy) {
   SteeringCounts counts;
   ASSERT_TRUE(parseSteeringCounts(

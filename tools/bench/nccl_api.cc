@@ -108,6 +108,8 @@ Status parseSteeringCounts(const std::string& text, SteeringCounts* out) {
     if (!communicator.contains("paths") || !communicator["paths"].is_object()) continue;
     for (const auto& [name, path] : communicator["paths"].items()) {
       const auto ops = path.is_object() ? path.value("ops", 0ull) : 0ull;
+      // What a rank's stream copies for the rank itself goes beside whatever is between ranks.
+      if (name == "own-block") continue;
       (name == "nccl"         ? counts.nccl
        : name == "app-copies" ? counts.appCopies
        : name == "direct"     ? counts.direct
