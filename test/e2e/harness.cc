@@ -167,6 +167,9 @@ void Job::spawn(int rank) {
   environment["NCCL_P2P_LEVEL"] = "SYS";
   // The same tests on GPUs that reach each other over PCIe: E2E_NVLINK=0
   if (const char* nvlink = std::getenv("E2E_NVLINK")) environment["EMUCUDA_NVLINK"] = nvlink;
+  // The same tests with own blocks by kernel, of which some count that there is none:
+  // E2E_OWN_BLOCK=kernel
+  if (const char* how = std::getenv("E2E_OWN_BLOCK")) environment["HOCCL_OWN_BLOCK"] = how;
   environment["NCCLSTANDIN_LOG"] = path(fmt::format("calls{}", rank));
   environment["NCCLSTANDIN_TIMEOUT_MS"] = "15000";
   if (state.preload) environment["LD_PRELOAD"] = E2E_SHIM;

@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
         &kCollectiveScenarios, &kPeerScenarios, &kFamilyScenarios, &kAbortStormScenarios,
         &kEarlyEndScenarios, &kHostMemoryScenarios, &kGrowScenarios, &kSpanScenarios, &kSoakScenarios,
         &kDirectScenarios, &kThresholdScenarios, &kGroupEndScenarios,
-        &kThresholdStormScenarios, &kPeerStormScenarios}) {
+        &kThresholdStormScenarios, &kPeerStormScenarios, &kOwnBlockScenarios}) {
     for (const Scenario& scenario : *list) {
       if (std::strcmp(scenario.name, argv[1]) != 0) continue;
       scenario.run(rank);

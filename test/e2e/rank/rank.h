@@ -67,6 +67,6 @@ extern const std::vector<Scenario> kDirectScenarios, kTransferScenarios, kGroupS
     kFreesScenarios, kBlockedCallScenarios, kCollectiveScenarios, kPeerScenarios, kFamilyScenarios,
     kAbortStormScenarios, kEarlyEndScenarios, kHostMemoryScenarios, kGrowScenarios, kSpanScenarios,
     kSoakScenarios, kThresholdScenarios, kGroupEndScenarios, kThresholdStormScenarios,
-    kPeerStormScenarios;
+    kPeerStormScenarios, kOwnBlockScenarios;
 
 }  // namespace e2e

@@ -1,0 +1,263 @@
+// What a rank sends to itself beside other operations of a group, where its stream may copy it
+// (HOCCL_OWN_BLOCK=kernel): on every kind of stream, across communicators, and what goes wrong.
+
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "test/e2e/rank/rank.h"
+
+namespace e2e {
+namespace {
+
+constexpr std::size_t kBytes = 300001;
+constexpr std::size_t kLong = 24 << 20;
+
+void groupStart() { REQUIRE_NCCL(nccl().ncclGroupStart()); }
+void groupEnd() { REQUIRE_NCCL(nccl().ncclGroupEnd()); }
+
+/// A buffer for the rank itself and one for its peer, each way.
+struct Exchange {
+  explicit Exchange(const Rank& rank, std::size_t own = kLong)
+      : self(rank.rank),
+        peer(1 - rank.rank),
+        ownOut(own, 1),
+        ownIn(own, 3),
+        out(kBytes, 5),
+        in(kBytes, 7) {}
+
+  void fill(std::uint64_t n, CUstream stream) {
+    ownOut.fill(seedOf(self, n, 1), stream);
+    out.fill(seedOf(self, n), stream);
+  }
+  void poisonInputs(CUstream stream) {
+    ownIn.poison(stream);
+    in.poison(stream);
+  }
+  void call(ncclComm_t comm, CUstream stream) {
+    REQUIRE_NCCL(nccl().ncclSend(ownOut.data(), ownOut.bytes(), ncclUint8, self, comm, stream));
+    REQUIRE_NCCL(nccl().ncclSend(out.data(), out.bytes(), ncclUint8, peer, comm, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(in.data(), in.bytes(), ncclUint8, peer, comm, stream));
+    REQUIRE_NCCL(nccl().ncclRecv(ownIn.data(), ownIn.bytes(), ncclUint8, self, comm, stream));
+  }
+  /// Destroys what has been sent and fetches what has come.
+  void after(CUstream stream) {
+    ownOut.poison(stream);
+    out.poison(stream);
+    ownIn.fetch(stream);
+    in.fetch(stream);
+  }
+  void check(std::uint64_t n, const std::string& what) const {
+    ownIn.requirePattern(seedOf(self, n, 1), what + ", of the rank itself");
+    in.requirePattern(seedOf(peer, n), what + ", of the peer");
+  }
+
+  int self, peer;
+  Buffer ownOut, ownIn, out, in;
+};
+
+/// Behind everything before it and ahead of everything behind it, on streams of every kind; a
+/// stream that is destroyed right behind the group included.
+void ownPairStreams(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream blocking = nullptr, plain = newStream();
+  REQUIRE_CU(cuda().streamCreate(&blocking, CU_STREAM_DEFAULT));
+  Exchange exchange(rank);
+  std::uint64_t n = 0;
+  for (CUstream stream :
+       {plain, blocking, static_cast<CUstream>(nullptr), CU_STREAM_LEGACY, CU_STREAM_PER_THREAD}) {
+    for (const int depth : {1, 3}) {
+      ++n;
+      exchange.fill(n, stream);
+      exchange.poisonInputs(stream);
+      for (int i = 0; i < depth; ++i) groupStart();
+      exchange.call(comm, stream);
+      for (int i = 0; i < depth; ++i) groupEnd();
+      exchange.after(stream);
+      awaitStream(stream, "a stream of some kind");
+      exchange.check(n, "stream " + std::to_string(n));
+    }
+  }
+  // With no context current in the thread.
+  std::thread([&] {
+    useDevice();
+    ++n;
+    exchange.fill(n, plain);
+    exchange.poisonInputs(plain);
+    REQUIRE_CU(cuda().ctxSetCurrent(nullptr));
+    groupStart();
+    exchange.call(comm, plain);
+    groupEnd();
+    CUcontext current = nullptr;
+    REQUIRE_CU(cuda().ctxGetCurrent(&current));
+    REQUIRE(!current, "the call has left a context");
+    useDevice();
+    exchange.after(plain);
+    awaitStream(plain, "a thread without a context");
+    exchange.check(n, "a thread without a context");
+  }).join();
+  // Behind its last operation the stream waits for the gate, so that all of it is still to come.
+  ++n;
+  CUstream last = newStream();
+  Gate gate;
+  exchange.poisonInputs(last);
+  gate.hold(last);
+  exchange.fill(n, last);
+  groupStart();
+  exchange.call(comm, last);
+  groupEnd();
+  exchange.after(last);
+  REQUIRE_CU(cuda().streamDestroy(last));
+  gate.open();
+  rank.barrier("destroyed");
+  // The legacy stream waits for blocking ones only, so the next group of all is what shows it.
+  exchange.in.fetch(plain);
+  awaitStream(plain, "something else");
+  ::usleep(100'000);
+  Exchange other(rank);
+  other.fill(n + 1, plain);
+  other.poisonInputs(plain);
+  groupStart();
+  other.call(comm, plain);
+  groupEnd();
+  other.after(plain);
+  awaitStream(plain, "behind a stream that has been destroyed");
+  other.check(n + 1, "behind a stream that has been destroyed");
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+  exchange.check(n, "a stream that has been destroyed");
+  say("pairs", std::to_string(n + 1));
+  sayStats();
+}
+
+/// Two communicators and two streams of one group: what each sends to itself comes from what the
+/// other stream did before, and is there for what the other one does next.
+void ownPairsOfTwoCommunicators(const Rank& rank) {
+  ncclComm_t comms[] = {rank.communicator("first"), rank.communicator("second")};
+  CUstream streams[] = {newStream(), newStream()};
+  Exchange exchanges[] = {Exchange(rank), Exchange(rank)};
+  for (std::uint64_t n = 0; n < 4; ++n) {
+    for (std::size_t i : {0, 1}) exchanges[i].poisonInputs(streams[i]);
+    for (CUstream stream : streams) awaitStream(stream, "poison");
+    for (std::size_t i : {0, 1}) exchanges[i].fill(2 * n + i, streams[1 - i]);
+    groupStart();
+    for (std::size_t i : {0, 1}) exchanges[i].call(comms[i], streams[i]);
+    groupEnd();
+    for (std::size_t i : {0, 1}) exchanges[i].after(streams[1 - i]);
+    for (CUstream stream : streams) awaitStream(stream, "crossed");
+    for (std::size_t i : {0, 1}) exchanges[i].check(2 * n + i, "crossed");
+  }
+  sayStats();
+  for (ncclComm_t comm : comms) REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+/// The driver refuses the copy: the memory is gone when the group ends. The end says so, no stream
+/// stands still, nothing is used up, and another communicator goes on.
+void ownPairRefused(const Rank& rank) {
+  ncclComm_t other = rank.communicator("other");
+  CUstream streams[] = {newStream(), newStream()};
+  const int peer = 1 - rank.rank;
+  for (std::uint64_t n = 0; n < 12; ++n) {
+    ncclComm_t comm = nullptr;
+    REQUIRE_NCCL(nccl().ncclCommSplit(other, 1, rank.rank, &comm, nullptr));
+    Buffer out(kBytes), in(kBytes), ownOut(kBytes);
+    out.fill(seedOf(rank.rank, n), streams[0]);
+    ownOut.fill(seedOf(rank.rank, n, 1), streams[0]);
+    in.poison(streams[0]);
+    awaitStream(streams[0], "prepared");
+    CUdeviceptr gone = 0;
+    REQUIRE_CU(cuda().memAlloc(&gone, kBytes));
+    CUstream second = streams[n % 2];
+    groupStart();
+    REQUIRE_NCCL(nccl().ncclSend(out.data(), kBytes, ncclUint8, peer, comm, streams[0]));
+    REQUIRE_NCCL(nccl().ncclRecv(in.data(), kBytes, ncclUint8, peer, comm, second));
+    REQUIRE_NCCL(nccl().ncclSend(ownOut.data(), kBytes, ncclUint8, rank.rank, comm, second));
+    REQUIRE_NCCL(
+        nccl().ncclRecv(reinterpret_cast<void*>(gone), kBytes, ncclUint8, rank.rank, comm, second));
+    REQUIRE_CU(cuda().memFree(gone));
+    const ncclResult_t end = nccl().ncclGroupEnd();
+    REQUIRE(end != ncclSuccess && end != ncclInProgress, "the end of the group passed");
+    const std::string error = nccl().ncclGetLastError(comm);
+    REQUIRE(error.find("cuMemcpyDtoDAsync") != std::string::npos, "the error says '{}'", error);
+    REQUIRE(awaitError(comm, 5000) != ncclSuccess, "the communicator goes on");
+    REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+    for (CUstream stream : streams) awaitStream(stream, "a group that was refused", 5000);
+    Exchange exchange(rank, kBytes);
+    exchange.fill(n, second);
+    exchange.poisonInputs(second);
+    groupStart();
+    exchange.call(other, second);
+    groupEnd();
+    exchange.after(second);
+    awaitStream(second, "behind a group that was refused");
+    exchange.check(n, "behind a group that was refused");
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(other));
+}
+
+/// Aborted while the stream has not come to the group, and then it comes.
+void ownPairAborted(const Rank& rank) {
+  ncclComm_t other = rank.communicator("other");
+  CUstream streams[] = {newStream(), newStream()};
+  for (std::uint64_t n = 0; n < 8; ++n) {
+    ncclComm_t comm = nullptr;
+    REQUIRE_NCCL(nccl().ncclCommSplit(other, 1, rank.rank, &comm, nullptr));
+    Exchange exchange(rank, kBytes), second(rank, kBytes);
+    Gate gate;
+    gate.hold(streams[n % 2]);
+    for (std::size_t i : {0, 1}) (i == 0 ? exchange : second).fill(n, streams[i]);
+    groupStart();
+    exchange.call(comm, streams[0]);
+    second.call(comm, streams[1]);
+    groupEnd();
+    REQUIRE_NCCL(nccl().ncclCommAbort(comm));
+    if (n % 4 == 3) rank.barrier("aborted" + std::to_string(n));
+    gate.open();
+    for (CUstream stream : streams) awaitStream(stream, "aborted", 5000);
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(other));
+}
+
+/// The source is freed right behind the call: a free waits for what the streams do with it.
+void ownPairFreed(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  for (std::uint64_t n = 0; n < 20; ++n) {
+    auto exchange = std::make_unique<Exchange>(rank, kLong / 4);
+    Buffer source(kLong / 4);
+    exchange->fill(n, stream);
+    exchange->poisonInputs(stream);
+    auto own = std::make_unique<Buffer>(kLong / 4, 9);
+    own->fill(seedOf(rank.rank, n, 2), stream);
+    source.poison(stream);
+    groupStart();
+    exchange->call(comm, stream);
+    REQUIRE_NCCL(nccl().ncclSend(own->data(), own->bytes(), ncclUint8, rank.rank, comm, stream));
+    REQUIRE_NCCL(
+        nccl().ncclRecv(source.data(), source.bytes(), ncclUint8, rank.rank, comm, stream));
+    groupEnd();
+    source.fetch(stream);
+    own.reset();
+    exchange->after(stream);
+    awaitStream(stream, "freed right behind the call");
+    source.requirePattern(seedOf(rank.rank, n, 2), "freed right behind the call");
+    exchange->check(n, "beside memory that is freed");
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+}  // namespace
+
+const std::vector<Scenario> kOwnBlockScenarios = {
+    {"ownPairStreams", ownPairStreams}, {"ownPairsOfTwoCommunicators", ownPairsOfTwoCommunicators},
+    {"ownPairRefused", ownPairRefused}, {"ownPairAborted", ownPairAborted},
+    {"ownPairFreed", ownPairFreed},
+};
+
+}  // namespace e2e
