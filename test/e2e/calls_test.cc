@@ -116,17 +116,33 @@ TEST(Calls, StrictPassesWhatIsSteeredAndWhatCannotBe) {
   }
 }
 
-/// By kind of memory: what is mapped by its handle; segments, of which each buffer has three.
-class WarmCalls : public ::testing::TestWithParam<const char*> {};
-INSTANTIATE_TEST_SUITE_P(Memory, WarmCalls, ::testing::Values("device", "mapped"));
+/// By kind of memory: what is mapped by its handle; segments, of which each buffer has three. And
+/// with own blocks, which the streams copy.
+struct Warm {
+  const char* memory;
+  bool ownBlocks;
+};
+class WarmCalls : public ::testing::TestWithParam<Warm> {};
+INSTANTIATE_TEST_SUITE_P(Memory, WarmCalls,
+                         ::testing::Values(Warm{"device", false}, Warm{"mapped", false},
+                                           Warm{"device", true}, Warm{"mapped", true}),
+                         [](const auto& info) {
+                           return std::string(info.param.memory) +
+                                  (info.param.ownBlocks ? "OwnBlocks" : "");
+                         });
 
 TEST_P(WarmCalls, NeitherAllocateNorLockNorEnterTheKernel) {
 #if HOCCL_SANITIZED
   GTEST_SKIP() << "a sanitizer has its own malloc";
 #endif
-  const bool segments = std::string(GetParam()) == "mapped";
+  const bool segments = std::string(GetParam().memory) == "mapped";
   Job job("launchPath", 2);
-  job.env("E2E_MEMORY", GetParam()).argument("bytes", segments ? "4500001" : "200003").finish(60);
+  if (GetParam().ownBlocks) job.argument("toItself", "1").env("HOCCL_OWN_BLOCK", "kernel");
+  job.env("E2E_MEMORY", GetParam().memory)
+      .argument("bytes", segments ? "4500001" : "200003")
+      .finish(60);
+  const auto stats = nlohmann::json::parse(job.said(0, "stats"));
+  EXPECT_EQ(stats["ownBlocksByKernel"], GetParam().ownBlocks ? 120 : 0);
   for (const auto& comm : job.communicators(0)) EXPECT_EQ(comm["paths"]["app-copies"]["ops"], 0);
   bool leftToNccl = false;
   for (const auto& comm : job.communicators(0)) leftToNccl |= comm["paths"]["nccl"]["ops"] > 0;

@@ -38,6 +38,18 @@ TEST(OwnBlocks, HaveTheirPlaceOnStreamsOfEveryKind) {
   }
 }
 
+TEST(OwnBlocks, BesideASingleOtherOperation) {
+  Job job("ownPairAndOne", 2);
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish();
+  for (int rank : {0, 1}) EXPECT_EQ(byKernel(job, rank), 4u);
+}
+
+TEST(OwnBlocks, OfACallByAThreadWithoutAContext) {
+  Job job("ownBlockWithoutContext", 2);
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish();
+  for (int rank : {0, 1}) EXPECT_EQ(byKernel(job, rank), 1u);
+}
+
 TEST(OwnBlocks, OfTwoCommunicatorsAndStreamsInOneGroup) {
   for (const char* how : kBoth) {
     SCOPED_TRACE(how);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/runtime/pair_window.h"
+#include "common/runtime/span_slot.h"
 #include "plugin-tuner/launcher.h"
 
 namespace hoccl {
@@ -125,6 +126,35 @@ TEST_F(OwnBlocks, NotWhereTheStreamHasNothingElse) {
   send(other, stream(1));  // would be gone as well
   receive(other, stream(1));
   expectNoneTaken();
+}
+
+TEST_F(OwnBlocks, NotWhereOneOfTheirStreamsHasNothingElse) {
+  Comm comm;
+  toPeer(comm, stream(1));
+  for (std::uintptr_t each : {1, 2}) {
+    send(comm, stream(each));
+    receive(comm, stream(each));
+  }
+  expectNoneTaken();
+}
+
+/// No operation comes of it any more for which the mover would have to keep the span.
+TEST_F(OwnBlocks, HoldNoSpan) {
+  SpanSlot span{};
+  span.open();  // with one pin
+  span.pinAgain();
+  const std::uint64_t noted = span.word - 2;
+  Comm comm;
+  toPeer(comm, stream(1));
+  send(comm, stream(1));
+  receive(comm, stream(1));
+  for (PendingOp& op : ops) {
+    if (op.descriptor.peer == kSelf) op.span = &span;
+  }
+  EXPECT_TRUE(span.pinned(noted));
+  take();
+  EXPECT_EQ(blocks.size(), 1u);
+  EXPECT_FALSE(span.pinned(noted));
 }
 
 TEST_F(OwnBlocks, NotBesideAnotherMoversOperation) {

@@ -13,10 +13,12 @@ constexpr std::size_t kFewBytes = 200003;
 constexpr std::size_t kSmallBytes = 1003;  // NCCL's
 constexpr std::uint64_t kWarm = 40, kWatched = 200;
 
-/// Sends and receives of `bytes`, and such as are left to NCCL, single and in groups; only the
-/// calls themselves are watched. Destroys `control`.
+/// Sends and receives of `bytes`, and such as are left to NCCL, single and in groups, there on
+/// demand with some of the rank to itself; only the calls themselves are watched. Destroys
+/// `control`.
 void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t control, bool watched) {
   useDevice();
+  const bool toItself = rank.argument("toItself", "0") == "1";
   const bool systemCalls = watched && CallWatch::watchSystemCalls();
   CUstream stream = newStream(), second = newStream();
   const int peer = 1 - rank.rank;
@@ -27,6 +29,7 @@ void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t contr
   const auto receive = [&](const Buffer& buffer) {
     return nccl().ncclRecv(buffer.data(), buffer.bytes(), ncclUint8, peer, comm, second);
   };
+  Buffer ownOut(kFewBytes, 5), ownIn(kFewBytes, 7);
   CallWatch::Counts sum;
   for (std::uint64_t n = 0; n < kWarm + kWatched; ++n) {
     const bool grouped = n % 2 == 0;
@@ -34,11 +37,17 @@ void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t contr
     in.poison(second);
     smallOut.fill(seedOf(rank.rank, n, 1), stream);
     smallIn.poison(second);
+    ownOut.fill(seedOf(rank.rank, n, 2), stream);
+    ownIn.poison(stream);
     awaitStream(stream, "prepared");
     awaitStream(second, "prepared");
     if (watched) CallWatch::start();
-    ncclResult_t results[6] = {};
+    ncclResult_t results[8] = {};
     if (grouped) results[0] = nccl().ncclGroupStart();
+    if (grouped && toItself) {
+      results[6] = nccl().ncclSend(ownOut.data(), kFewBytes, ncclUint8, rank.rank, comm, stream);
+      results[7] = nccl().ncclRecv(ownIn.data(), kFewBytes, ncclUint8, rank.rank, comm, stream);
+    }
     // Where there is no group one side sends first, the other receives first.
     if (rank.rank == 0) {
       results[1] = send(out);
@@ -62,8 +71,10 @@ void loop(const Rank& rank, std::size_t bytes, ncclComm_t comm, ncclComm_t contr
     }
     in.fetch(second);
     smallIn.fetch(second);
+    ownIn.fetch(stream);
     awaitStream(second, "watched");
     awaitStream(stream, "watched");
+    if (grouped && toItself) ownIn.requirePattern(seedOf(rank.rank, n, 2), "watched, to itself");
     in.requirePattern(seedOf(peer, n), "watched");
     smallIn.requirePattern(seedOf(peer, n, 1), "watched");
   }

@@ -3,7 +3,7 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -39,10 +39,19 @@ struct Exchange {
     in.poison(stream);
   }
   void call(ncclComm_t comm, CUstream stream) {
+    callSend(comm, stream);
+    callOwn(comm, stream);
+    callReceive(comm, stream);
+  }
+  void callOwn(ncclComm_t comm, CUstream stream) {
     REQUIRE_NCCL(nccl().ncclSend(ownOut.data(), ownOut.bytes(), ncclUint8, self, comm, stream));
-    REQUIRE_NCCL(nccl().ncclSend(out.data(), out.bytes(), ncclUint8, peer, comm, stream));
-    REQUIRE_NCCL(nccl().ncclRecv(in.data(), in.bytes(), ncclUint8, peer, comm, stream));
     REQUIRE_NCCL(nccl().ncclRecv(ownIn.data(), ownIn.bytes(), ncclUint8, self, comm, stream));
+  }
+  void callSend(ncclComm_t comm, CUstream stream) {
+    REQUIRE_NCCL(nccl().ncclSend(out.data(), out.bytes(), ncclUint8, peer, comm, stream));
+  }
+  void callReceive(ncclComm_t comm, CUstream stream) {
+    REQUIRE_NCCL(nccl().ncclRecv(in.data(), in.bytes(), ncclUint8, peer, comm, stream));
   }
   /// Destroys what has been sent and fetches what has come.
   void after(CUstream stream) {
@@ -131,6 +140,59 @@ void ownPairStreams(const Rank& rank) {
   exchange.check(n, "a stream that has been destroyed");
   say("pairs", std::to_string(n + 1));
   sayStats();
+}
+
+/// The smallest group there is for it: a pair and one operation more, which goes or comes.
+void ownPairAndOne(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Exchange exchange(rank, kBytes);
+  for (std::uint64_t n = 0; n < 4; ++n) {
+    const bool sends = n % 2 == static_cast<std::uint64_t>(rank.rank);
+    exchange.fill(n, stream);
+    exchange.poisonInputs(stream);
+    groupStart();
+    exchange.callOwn(comm, stream);
+    sends ? exchange.callSend(comm, stream) : exchange.callReceive(comm, stream);
+    groupEnd();
+    exchange.after(stream);
+    awaitStream(stream, "a pair and one more");
+    if (sends) {
+      exchange.ownIn.requirePattern(seedOf(rank.rank, n, 1), "beside a send");
+    } else {
+      exchange.check(n, "beside a receive");
+    }
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+/// A collective, in no group, by a thread without a current context.
+void ownBlockWithoutContext(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream stream = newStream();
+  Buffer in(kBytes, 1), out(kBytes * 2, 3);
+  in.fill(seedOf(rank.rank, 1), stream);
+  out.poison(stream);
+  awaitStream(stream, "prepared");
+  std::thread([&] {
+    REQUIRE_NCCL(nccl().ncclAllGather(in.data(), out.data(), kBytes, ncclUint8, comm, stream));
+    CUcontext current = nullptr;
+    REQUIRE_CU(cuda().ctxGetCurrent(&current));
+    REQUIRE(!current, "the call has left a context");
+  }).join();
+  in.poison(stream);
+  out.fetch(stream);
+  awaitStream(stream, "a thread without a context");
+  std::vector<unsigned char> wanted(kBytes);
+  for (int from : {0, 1}) {
+    makePattern(seedOf(from, 1), wanted.data(), kBytes);
+    REQUIRE(std::memcmp(out.fetched() + static_cast<std::size_t>(from) * kBytes, wanted.data(),
+                        kBytes) == 0,
+            "the block of rank {} is wrong", from);
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
 /// Two communicators and two streams of one group: what each sends to itself comes from what the
@@ -255,8 +317,12 @@ void ownPairFreed(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kOwnBlockScenarios = {
-    {"ownPairStreams", ownPairStreams}, {"ownPairsOfTwoCommunicators", ownPairsOfTwoCommunicators},
-    {"ownPairRefused", ownPairRefused}, {"ownPairAborted", ownPairAborted},
+    {"ownPairStreams", ownPairStreams},
+    {"ownPairAndOne", ownPairAndOne},
+    {"ownBlockWithoutContext", ownBlockWithoutContext},
+    {"ownPairsOfTwoCommunicators", ownPairsOfTwoCommunicators},
+    {"ownPairRefused", ownPairRefused},
+    {"ownPairAborted", ownPairAborted},
     {"ownPairFreed", ownPairFreed},
 };
 
