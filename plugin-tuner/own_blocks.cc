@@ -65,6 +65,22 @@ void take(PendingOp& op, SteeredComm* comm) {
   if (op.span) op.span->unpin();
 }
 
+/// By which kernel the driver copies can depend on how the two places are aligned.
+Status makeFirstCopies(const Driver* driver, std::uint64_t timeoutMs) {
+  constexpr std::size_t kBytes = 64 << 10;
+  CUdeviceptr memory = 0;  // stays: a free could wait for whatever is pending in the context
+  CUstream stream = nullptr;
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuMemAlloc(&memory, 2 * kBytes)));
+  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
+  for (const std::size_t off : {0, 8, 4, 2, 1}) {
+    for (const std::size_t same : {std::size_t{0}, off}) {
+      HOCCL_RETURN_IF_ERROR(HOCCL_CU(
+          driver, cuMemcpyDtoDAsync(memory + kBytes + off, memory + same, kBytes - off, stream)));
+    }
+  }
+  return awaitFirstRun(driver, stream, timeoutMs);
+}
+
 }  // namespace
 
 void takeOwnBlocks(Ops* ops, std::vector<OwnBlock>* blocks) {
@@ -92,14 +108,7 @@ void takeOwnBlocks(Ops* ops, std::vector<OwnBlock>* blocks) {
 }
 
 Status prepareOwnBlocks(const Driver* driver, std::uint64_t timeoutMs) {
-  constexpr std::size_t kBytes = 64 << 10;
-  CUdeviceptr memory = 0;  // stays: a free could wait for whatever is pending in the context
-  CUstream stream = nullptr;
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuMemAlloc(&memory, 2 * kBytes)));
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver, cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING)));
-  HOCCL_RETURN_IF_ERROR(
-      HOCCL_CU(driver, cuMemcpyDtoDAsync(memory + kBytes, memory, kBytes, stream)));
-  const Status status = awaitFirstRun(driver, stream, timeoutMs);
+  const Status status = makeFirstCopies(driver, timeoutMs);
   return status ? status : status.inContext("HOCCL_OWN_BLOCK=kernel needs copies within the GPU");
 }
 

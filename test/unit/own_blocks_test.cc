@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -260,6 +261,88 @@ TEST_F(OwnBlocks, OfAGroupOfManyTakesNoTimeToSpeakOf) {
     const auto took = std::chrono::steady_clock::now() - began;
     EXPECT_EQ(blocks.size(), unmatched ? 0 : kMany);
     EXPECT_LT(std::chrono::duration_cast<std::chrono::milliseconds>(took).count(), 100);
+  }
+}
+
+/// What preparing asks of the driver.
+struct Asked {
+  struct Copy {
+    CUdeviceptr to, from;
+    std::size_t bytes;
+  };
+  std::vector<Copy> copies;
+  CUdeviceptr memory = 0;
+  std::size_t bytes = 0;
+  int streams = 0;
+  CUresult allocation = CUDA_SUCCESS, copy = CUDA_SUCCESS, state = CUDA_SUCCESS;
+} asked;
+
+const Driver* fakeDriver() {
+  static Driver driver;
+  driver.cuMemAlloc = [](CUdeviceptr* out, std::size_t bytes) {
+    *out = asked.memory = kFrom;
+    asked.bytes = bytes;
+    return asked.allocation;
+  };
+  driver.cuStreamCreate = [](CUstream*, unsigned) {
+    ++asked.streams;
+    return CUDA_SUCCESS;
+  };
+  driver.cuStreamDestroy = [](CUstream) {
+    --asked.streams;
+    return CUDA_SUCCESS;
+  };
+  driver.cuStreamQuery = [](CUstream) { return asked.state; };
+  driver.cuMemcpyDtoDAsync = [](CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream) {
+    asked.copies.push_back({to, from, bytes});
+    return asked.copy;
+  };
+  driver.cuGetErrorName = [](CUresult, const char** name) {
+    *name = "CUDA_ERROR_OUT_OF_MEMORY";
+    return CUDA_SUCCESS;
+  };
+  driver.cuGetErrorString = driver.cuGetErrorName;
+  return &driver;
+}
+
+/// By which kernel the driver copies can depend on how the two places are aligned: none of them may
+/// be new to it while a transfer is pending.
+TEST(PrepareOwnBlocks, CopiesInEveryAlignmentOnceWithinItsMemory) {
+  asked = {};
+  const Status status = prepareOwnBlocks(fakeDriver(), 100);
+  ASSERT_TRUE(status) << status.message();
+  for (const std::size_t unit : {16, 8, 4, 2, 1}) {
+    const auto aligned = [&](std::size_t value) {
+      return value % unit == 0 && (unit == 16 || value % (2 * unit) != 0);
+    };
+    bool together = false, apart = false;
+    for (const Asked::Copy& each : asked.copies) {
+      together |= aligned(each.to) && aligned(each.from);
+      apart |= aligned(each.to | each.from) && (each.to - each.from) % 16 != 0;
+    }
+    EXPECT_TRUE(together) << unit;
+    EXPECT_TRUE(apart || unit == 16) << unit;
+  }
+  for (const Asked::Copy& each : asked.copies) {
+    EXPECT_GE(each.bytes, 32u << 10);
+    EXPECT_GE(each.from, asked.memory);
+    EXPECT_LE(each.from + each.bytes, each.to) << "they overlap";
+    EXPECT_LE(each.to + each.bytes, asked.memory + asked.bytes);
+  }
+  EXPECT_EQ(asked.streams, 0);
+}
+
+TEST(PrepareOwnBlocks, WhatFailsNamesTheVariable) {
+  for (const int which : {0, 1, 2}) {
+    asked = {};
+    if (which == 0) asked.allocation = CUDA_ERROR_OUT_OF_MEMORY;
+    if (which == 1) asked.copy = CUDA_ERROR_OUT_OF_MEMORY;
+    if (which == 2) asked.state = CUDA_ERROR_NOT_READY;
+    const Status status = prepareOwnBlocks(fakeDriver(), 20);
+    ASSERT_FALSE(status) << which;
+    EXPECT_NE(status.message().find("HOCCL_OWN_BLOCK=kernel"), std::string::npos)
+        << status.message();
+    if (which == 2) EXPECT_EQ(status.code(), Code::Timeout);
   }
 }
 
