@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -12,13 +13,44 @@
 namespace hoccl {
 namespace {
 constexpr std::size_t kReserve = 256;
-}
+
+/// Events of threads that have ended, by context, for those that come: destroying them would be a
+/// CUDA call outside of NCCL's (rule 1). Never destroyed, since threads end while the process does.
+struct SpareEvents {
+  std::mutex mutex;
+  std::vector<std::pair<CUcontext, CUevent>> events;
+
+  static SpareEvents& ofThisProcess() {
+    static auto* spare = new SpareEvents;
+    return *spare;
+  }
+  void give(const std::vector<std::pair<CUcontext, CUevent>>& more) {
+    // In a forked child it may be locked for ever; an event that is lost is nothing.
+    const std::unique_lock lock(mutex, std::try_to_lock);
+    if (lock) events.insert(events.end(), more.begin(), more.end());
+  }
+  bool take(CUcontext context, CUevent* out) {
+    std::lock_guard lock(mutex);
+    const auto found = std::find_if(events.begin(), events.end(),
+                                    [&](const auto& each) { return each.first == context; });
+    if (found == events.end()) return false;
+    *out = found->second;
+    events.erase(found);
+    return true;
+  }
+};
+
+}  // namespace
 
 Launcher::Launcher() {
   ops_.reserve(kReserve);
   streams_.reserve(16);
   slots_.reserve(16);
   ownBlocks_.reserve(16);
+}
+
+Launcher::~Launcher() {
+  if (!events_.empty()) SpareEvents::ofThisProcess().give(events_);
 }
 
 void Launcher::clear() {
@@ -165,7 +197,9 @@ Status Launcher::event(CUcontext context, CUevent* out) {
     *out = event;
     return {};
   }
-  HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuEventCreate(out, CU_EVENT_DISABLE_TIMING)));
+  if (!SpareEvents::ofThisProcess().take(context, out)) {
+    HOCCL_RETURN_IF_ERROR(HOCCL_CU(driver_, cuEventCreate(out, CU_EVENT_DISABLE_TIMING)));
+  }
   events_.emplace_back(context, *out);
   return {};
 }

@@ -42,6 +42,9 @@ struct PendingOp {
 class Launcher {
  public:
   Launcher();
+  ~Launcher();
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
   /// A new operation, all zero, to be filled in.
   PendingOp& add() { return ops_.emplace_back(); }
   [[nodiscard]] bool empty() const { return ops_.empty(); }
@@ -121,7 +124,7 @@ class Launcher {
   std::vector<StagedBlock> blocks_;
   std::vector<StagedCopy> copies_;
   std::vector<OwnBlock> ownBlocks_;
-  std::vector<std::pair<CUcontext, CUevent>> events_;  ///< kept; few
+  std::vector<std::pair<CUcontext, CUevent>> events_;  ///< kept; few; other threads' after this one
   bool waiting_ = false;                               ///< the stream waits already
   std::vector<MoverClient::Slot*> slots_;              ///< scratch
   std::optional<std::uint64_t> place_;                 ///< in the op ring, of the only operation

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "test/e2e/harness.h"
@@ -42,6 +43,21 @@ TEST(OwnBlocks, BesideASingleOtherOperation) {
   Job job("ownPairAndOne", 2);
   job.env("HOCCL_OWN_BLOCK", "kernel").finish();
   for (int rank : {0, 1}) EXPECT_EQ(byKernel(job, rank), 4u);
+}
+
+TEST(OwnBlocks, NoStreamOfTheGroupGoesOnBeforeTheCopy) {
+  Job job("ownPairHeldUp", 2);
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish();
+  for (int rank : {0, 1}) {
+    EXPECT_EQ(byKernel(job, rank), 4u);
+    // Some have been made before anything was pending.
+    EXPECT_GT(std::atoi(job.said(rank, "prepared").c_str()), 0);
+  }
+}
+
+TEST(OwnBlocks, ThreadsThatComeAndGoLeaveNoEvents) {
+  Job job("ownPairThreads", 2);
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish();
 }
 
 TEST(OwnBlocks, OfACallByAThreadWithoutAContext) {

@@ -7,6 +7,7 @@
 #include "test/emulator/capture.h"
 #include "test/emulator/context.h"
 #include "test/emulator/engine.h"
+#include "test/emulator/hoccl_emu.h"
 
 namespace hoccl::emu {
 namespace {
@@ -62,6 +63,11 @@ CUresult cuEventCreate(CUevent* out, unsigned int flags) {
     table().emplace(*out, std::move(event));
     return CUDA_SUCCESS;
   });
+}
+
+size_t hocclEmuEvents(void) {
+  std::shared_lock lock(gMutex);
+  return table().size();
 }
 
 CUresult cuEventDestroy_v2(CUevent handle) {

@@ -55,6 +55,8 @@ CUresult hocclEmuLaunchWaitKernel(CUstream stream, CUdeviceptr flag, uint64_t va
 /// Where the CPU can reach the bytes of a device or pinned pointer (a device pointer itself faults
 /// when the CPU touches it, as on a GPU machine); valid until the memory is freed. NULL if unknown.
 void* hocclEmuHostView(CUdeviceptr pointer);
+/// Events of this process that have been created and not destroyed.
+size_t hocclEmuEvents(void);
 /// Real nanoseconds per model nanosecond.
 double hocclEmuDilation(void);
 /// Model nanoseconds since an arbitrary start, the same for all processes with the same dilation.

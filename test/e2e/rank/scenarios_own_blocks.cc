@@ -1,6 +1,7 @@
 // What a rank sends to itself beside other operations of a group, where its stream may copy it
 // (HOCCL_OWN_BLOCK=kernel): on every kind of stream, across communicators, and what goes wrong.
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -167,6 +168,88 @@ void ownPairAndOne(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// One of the emulated driver's own functions.
+template <typename Function>
+Function* emulators(const char* name) {
+  void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  void* function = library ? ::dlsym(library, name) : nullptr;
+  REQUIRE(function, "no emulated driver that has {}", name);
+  return reinterpret_cast<Function*>(function);
+}
+
+/// Threads that come and go, each with one group over two streams, leave nothing behind.
+void ownPairThreads(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  CUstream streams[] = {newStream(), newStream()};
+  Exchange exchange(rank, kBytes);
+  const auto events = emulators<decltype(::hocclEmuEvents)>("hocclEmuEvents");
+  std::size_t afterFirst = 0;
+  for (std::uint64_t n = 0; n < 12; ++n) {
+    std::thread([&] {
+      useDevice();
+      exchange.fill(n, streams[0]);
+      exchange.poisonInputs(streams[0]);
+      awaitStream(streams[0], "prepared");
+      groupStart();
+      exchange.callOwn(comm, streams[0]);
+      exchange.callSend(comm, streams[0]);
+      exchange.callReceive(comm, streams[1]);
+      groupEnd();
+      exchange.after(streams[1]);
+      awaitStream(streams[1], "in a thread of its own");
+      exchange.check(n, "in a thread of its own");
+    }).join();
+    if (n == 0) afterFirst = events();
+  }
+  REQUIRE(afterFirst > 0, "no event was used");
+  REQUIRE(events() == afterFirst, "{} events after one thread, {} after twelve", afterFirst,
+          events());
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
+/// Keeps every SM of this process's GPU busy, so that no copy within the GPU begins. Those of the
+/// engines do.
+void occupySms(CUstream stream, const volatile std::uint64_t* flag) {
+  const auto launch = emulators<decltype(::hocclEmuLaunchWaitKernel)>("hocclEmuLaunchWaitKernel");
+  CUdeviceptr address = 0;
+  REQUIRE_CU(cuda().memHostGetDevicePointer(&address, const_cast<std::uint64_t*>(flag), 0));
+  REQUIRE_CU(launch(stream, address, 1, 132));
+}
+
+/// The copy is late, everything of the movers is over: no stream of the group is released before.
+void ownPairHeldUp(const Rank& rank) {
+  ncclComm_t comm = rank.communicator();
+  say("prepared", std::to_string(counters().sameDeviceD2D));
+  CUstream a = newStream(), b = newStream(), busy = newStream();
+  Exchange exchange(rank, kBytes);
+  void* word = nullptr;
+  REQUIRE_CU(cuda().memHostAlloc(&word, sizeof(std::uint64_t), CU_MEMHOSTALLOC_DEVICEMAP));
+  auto* flag = static_cast<std::uint64_t*>(word);
+  for (std::uint64_t n = 0; n < 4; ++n) {
+    __atomic_store_n(flag, 0, __ATOMIC_RELEASE);
+    exchange.fill(n, a);
+    exchange.poisonInputs(a);
+    awaitStream(a, "prepared");
+    occupySms(busy, flag);
+    groupStart();
+    exchange.callOwn(comm, a);
+    exchange.callSend(comm, n % 2 == 0 ? a : b);
+    exchange.callReceive(comm, n % 2 == 0 ? b : a);
+    groupEnd();
+    exchange.after(b);
+    requireBusy(b, 200, "the other stream, whose group's copy within the GPU has not begun");
+    requireBusy(a, 1, "the stream that copies");
+    rank.barrier("held up " + std::to_string(n));
+    __atomic_store_n(flag, 1, __ATOMIC_RELEASE);
+    for (CUstream stream : {a, b}) awaitStream(stream, "a copy that comes late");
+    exchange.check(n, "a copy that comes late");
+    awaitStream(busy, "the SMs");
+  }
+  sayStats();
+  REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+}
+
 /// A collective, in no group, by a thread without a current context.
 void ownBlockWithoutContext(const Rank& rank) {
   ncclComm_t comm = rank.communicator();
@@ -319,6 +402,8 @@ void ownPairFreed(const Rank& rank) {
 const std::vector<Scenario> kOwnBlockScenarios = {
     {"ownPairStreams", ownPairStreams},
     {"ownPairAndOne", ownPairAndOne},
+    {"ownPairHeldUp", ownPairHeldUp},
+    {"ownPairThreads", ownPairThreads},
     {"ownBlockWithoutContext", ownBlockWithoutContext},
     {"ownPairsOfTwoCommunicators", ownPairsOfTwoCommunicators},
     {"ownPairRefused", ownPairRefused},
