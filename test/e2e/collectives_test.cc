@@ -1,5 +1,6 @@
 // Collectives through the movers, and which of them stay with NCCL.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -154,6 +155,22 @@ TEST_P(CollectivesOf, CopyOutAndInWhatTheyConsistOf) {
     EXPECT_EQ(job.said(rank, "Scatter"), copies(n, n));
     EXPECT_EQ(job.said(rank, "Broadcast"), copies(n - 1, n));
     EXPECT_EQ(job.said(rank, "Bcast"), copies(n - 1, n - 1));
+  }
+}
+
+/// Of a rank's own block the movers copy nothing then.
+TEST_P(CollectivesOf, CopyOutAndInTheOthersBlocksWhereOwnOnesAreKernels) {
+  Job job("collectivesCopies", GetParam());
+  job.env("HOCCL_OWN_BLOCK", "kernel").finish(60);
+  const int n = GetParam();
+  const auto copies = [](int blocks) { return fmt::format("{} {} 0", blocks, blocks); };
+  for (int rank = 0; rank < n; ++rank) {
+    for (const char* all : {"AllGather", "AlltoAll"}) {
+      EXPECT_EQ(job.said(rank, all), copies(n * (n - 1))) << all;
+    }
+    for (const char* rooted : {"Gather", "Scatter", "Broadcast", "Bcast"}) {
+      EXPECT_EQ(job.said(rank, rooted), copies(n - 1)) << rooted;
+    }
   }
 }
 
