@@ -274,6 +274,8 @@ bool Link::flushMessages() {
   std::size_t sent = 0;
   while (sent < backlog_.size() && connection_->trySend(backlog_[sent])) ++sent;
   backlog_.erase(backlog_.begin(), backlog_.begin() + static_cast<std::ptrdiff_t>(sent));
+  // A nudge for one of these was for a ring without it: the peer may have looked and slept again.
+  if (sent > 0 && backlog_.empty()) connection_->nudge();
   return sent > 0;
 }
 

@@ -148,11 +148,44 @@ def _sendrecv(context, largest):
         _goal(context, "launch", row, worst, LAUNCH_US, False, "us, the worst of all sizes")
 
 
+def _doorbell(context):
+    """What the mover's ring behind the end of a launch is worth, in turns with and without it."""
+    times = {"0": [], "1": []}
+    for turn in range(2):
+        for doorbell in times:
+            rows = _bench(
+                context,
+                f"bench_doorbell_{doorbell}_turn_{turn}",
+                "sendrecv",
+                256 * KIB,
+                2 * MIB,
+                ("--pattern", "oneway", "-f", "8"),
+                {"HOCCL_DOORBELL": doorbell},
+            )
+            times[doorbell].append({r["bytes"]: r["time_us"] for r in rows})
+    figures = {
+        _size(size): [
+            round(on[size] / off[size], 3)
+            for on, off in zip(times["1"], times["0"])
+            if size in on and size in off
+        ]
+        for size in times["0"][0]
+    }
+    context.reporter.record(
+        "doorbell_time_of_without",
+        "pass" if figures else "error",
+        detail="" if figures else "not measured",
+        figures=figures,
+    )
+
+
 def run(context):
     if not group_direct.two_gpus(context):
         return
     largest = 64 * MIB if context.quick else GIB
     _sendrecv(context, largest)
+    if not context.quick:
+        _doorbell(context)
     for operation, in_place in (("allgather", True), ("alltoall", False)):
         rows = _bench(
             context,

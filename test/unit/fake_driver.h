@@ -3,6 +3,7 @@
 // A driver table whose imports and registrations are done without a GPU, and buffers described so
 // that it can import them.
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -64,6 +65,35 @@ inline const Driver* fakeDriver() {
       fakeImports().opened.fetch_add(1);
       *out = fake.address;
       return fake.result;
+    };
+    // Spans: addresses of the process, with memory behind all of them.
+    d.cuCtxGetDevice = [](CUdevice* out) {
+      *out = 0;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemAddressReserve = [](CUdeviceptr* out, size_t bytes, size_t, CUdeviceptr,
+                               unsigned long long) {
+      void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      *out = reinterpret_cast<CUdeviceptr>(memory);
+      return memory == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    };
+    d.cuMemAddressFree = [](CUdeviceptr address, size_t bytes) {
+      ::munmap(reinterpret_cast<void*>(address), bytes);
+      return CUDA_SUCCESS;
+    };
+    d.cuMemImportFromShareableHandle = [](CUmemGenericAllocationHandle* out, void*,
+                                          CUmemAllocationHandleType) {
+      *out = 1;
+      return CUDA_SUCCESS;
+    };
+    d.cuMemRelease = [](CUmemGenericAllocationHandle) { return CUDA_SUCCESS; };
+    d.cuMemMap = [](CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+      return CUDA_SUCCESS;
+    };
+    d.cuMemUnmap = [](CUdeviceptr, size_t) { return CUDA_SUCCESS; };
+    d.cuMemSetAccess = [](CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+      return CUDA_SUCCESS;
     };
     d.cuIpcCloseMemHandle = [](CUdeviceptr) {
       fakeImports().closed.fetch_add(1);

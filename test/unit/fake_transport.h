@@ -63,7 +63,7 @@ struct FakeWire {
       return true;
     }
     [[nodiscard]] bool peerGone() const override { return false; }
-    void nudge() override {}
+    void nudge() override { wire_->nudgedFor[side_] = wire_->messages[side_].size(); }
     [[nodiscard]] int watchFd() const override { return -1; }
     void watch() override {}
 
@@ -116,6 +116,7 @@ struct FakeWire {
   Rng rng;
   Staging staging[2];
   std::deque<Message> messages[2];  ///< by sending side
+  std::size_t nudgedFor[2] = {};    ///< messages not taken yet at the side's last nudge
   std::deque<Write> writes;
   std::uint64_t writesTaken = 0, writesRefused = 0, ringFull = 0;
 

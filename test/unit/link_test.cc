@@ -232,6 +232,23 @@ TEST(Link, EarlyBytesAreCountedByOperation) {
   EXPECT_TRUE(pair.run([&] { return pair.quiet(); }));
 }
 
+/// What ends something and finds no room is nudged for again when it goes.
+TEST(Link, MessagesWithoutRoomAreNudgedForWhenTheyGo) {
+  Pair pair({.ringMessages = 2}, 1);
+  FakeWire::End there(&pair.wire, 1);
+  Message failed{};
+  failed.type = MessageType::Failed;
+  for (int i = 0; i < 3; ++i) pair.a.link.send(failed);
+  EXPECT_EQ(pair.wire.messages[0].size(), 2u);
+  pair.wire.nudgedFor[0] = 0;
+  EXPECT_FALSE(pair.a.link.progress()) << "no room, and nobody to be woken again and again";
+  EXPECT_EQ(pair.wire.nudgedFor[0], 0u);
+  Message taken{};
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(there.tryReceive(&taken));
+  EXPECT_TRUE(pair.a.link.progress());
+  EXPECT_EQ(pair.wire.nudgedFor[0], 1u) << "for the third, which lies there now";
+}
+
 TEST(Rule10, AnAnnouncementThatContradictsTheSlotIsRefused) {
   Pair pair({}, 1);
   const Message good = test::ScriptedPeer::chunk(kCommunicator, 1, 0, 0, 1, 100'000, 0, 70'000);

@@ -4,6 +4,7 @@
 // (loop, control thread, shm transport, fake engines and driver), two of them, or one and a played
 // peer.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -200,6 +201,34 @@ class TestMover {
     if (bytes != sizeof reply || !reply.ok) return Status::error(Code::System, getText(reply.text));
     counts[index] = pairCountsOf(table.data(), peers.size());
     tables_.push_back(std::move(table));
+    return {};
+  }
+
+  /// Gives the mover a span of one segment, as its application does, and pins it once.
+  Status addSpan(std::uint32_t slot, std::uint64_t bytes, BufferRef* span) {
+    AddSpan request{};
+    request.magic = kMoverMagic;
+    request.id = spanId(slot, segment.header().spans[slot].open());
+    request.base = 0x7f0000000000 + (static_cast<std::uint64_t>(slot) << 32);
+    request.bytes = request.pieceBytes[0] = bytes;
+    request.pieces = 1;
+    const UniqueFd memory(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    const int fd = memory.get();
+    MoverReply reply{};
+    std::size_t replied = 0;
+    std::vector<UniqueFd> none;
+    HOCCL_RETURN_IF_ERROR(
+        sendWithFdsWithin(application_.get(), &request, bytesOf(request), {&fd, 1}, kPatienceMs));
+    HOCCL_RETURN_IF_ERROR(
+        recvWithFdsWithin(application_.get(), &reply, sizeof reply, &replied, &none, kPatienceMs));
+    if (replied != sizeof reply || !reply.ok) {
+      return Status::error(Code::System, getText(reply.text));
+    }
+    *span = {};
+    span->kind = BufferKind::Span;
+    span->allocationId = request.id;
+    span->allocationBase = request.base;
+    span->allocationBytes = bytes;
     return {};
   }
 
