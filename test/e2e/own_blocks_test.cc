@@ -60,6 +60,14 @@ TEST(OwnBlocks, ThreadsThatComeAndGoLeaveNoEvents) {
   job.env("HOCCL_OWN_BLOCK", "kernel").finish();
 }
 
+TEST(OwnBlocks, OfACommunicatorOfOneRank) {
+  for (const char* how : kBoth) {
+    SCOPED_TRACE(how);
+    Job job("ownBlockOfOneRank", 2);
+    job.env("HOCCL_OWN_BLOCK", how).finish();
+  }
+}
+
 TEST(OwnBlocks, OfACallByAThreadWithoutAContext) {
   Job job("ownBlockWithoutContext", 2);
   job.env("HOCCL_OWN_BLOCK", "kernel").finish();

@@ -278,6 +278,45 @@ void ownBlockWithoutContext(const Rank& rank) {
   REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
 }
 
+/// Communicators of one rank, whose launches would consist of own blocks alone; by themselves and
+/// beside another communicator's operation on the same stream.
+void ownBlockOfOneRank(const Rank& rank) {
+  ncclComm_t comm = rank.communicator(), alone = nullptr;
+  REQUIRE_NCCL(nccl().ncclCommSplit(comm, rank.rank, 0, &alone, nullptr));
+  CUstream stream = newStream();
+  for (std::uint64_t n = 0; n < 8; ++n) {
+    Exchange exchange(rank, kBytes);
+    exchange.fill(n, stream);
+    exchange.poisonInputs(stream);
+    const void* from = exchange.ownOut.data();
+    void* to = exchange.ownIn.data();
+    groupStart();
+    if (n % 2 == 1) exchange.callSend(comm, stream);
+    switch (n / 2) {
+      case 0:
+        REQUIRE_NCCL(nccl().ncclAllGather(from, to, kBytes, ncclUint8, alone, stream));
+        break;
+      case 1:
+        REQUIRE_NCCL(nccl().ncclAlltoAll(from, to, kBytes, ncclUint8, alone, stream));
+        break;
+      case 2:
+        REQUIRE_NCCL(nccl().ncclBroadcast(from, to, kBytes, ncclUint8, 0, alone, stream));
+        break;
+      default:
+        REQUIRE_NCCL(nccl().ncclSend(from, kBytes, ncclUint8, 0, alone, stream));
+        REQUIRE_NCCL(nccl().ncclRecv(to, kBytes, ncclUint8, 0, alone, stream));
+    }
+    if (n % 2 == 1) exchange.callReceive(comm, stream);
+    groupEnd();
+    exchange.after(stream);
+    awaitStream(stream, "of one rank");
+    exchange.ownIn.requirePattern(seedOf(rank.rank, n, 1), "of one rank");
+    if (n % 2 == 1) exchange.check(n, "of one rank beside another communicator");
+  }
+  sayStats();
+  for (ncclComm_t each : {alone, comm}) REQUIRE_NCCL(nccl().ncclCommDestroy(each));
+}
+
 /// Two communicators and two streams of one group: what each sends to itself comes from what the
 /// other stream did before, and is there for what the other one does next.
 void ownPairsOfTwoCommunicators(const Rank& rank) {
@@ -402,6 +441,7 @@ void ownPairFreed(const Rank& rank) {
 const std::vector<Scenario> kOwnBlockScenarios = {
     {"ownPairStreams", ownPairStreams},
     {"ownPairAndOne", ownPairAndOne},
+    {"ownBlockOfOneRank", ownBlockOfOneRank},
     {"ownPairHeldUp", ownPairHeldUp},
     {"ownPairThreads", ownPairThreads},
     {"ownBlockWithoutContext", ownBlockWithoutContext},
