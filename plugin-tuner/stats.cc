@@ -23,6 +23,26 @@ std::string escaped(const std::string& text) {
   return out;
 }
 
+/// By side, {"staged":{"ops":…,"bytes":…},…}: the four paths of HOCCL, then NCCL for whatever
+/// reason.
+std::string pathsJson(const std::uint64_t (&ops)[kPaths], const std::uint64_t (&bytes)[kPaths]) {
+  constexpr int kNccl = 4;
+  static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1 &&
+                static_cast<int>(Path::Direct) == 2 && static_cast<int>(Path::OwnBlock) == 3);
+  std::string text;
+  for (int side = 0; side <= kNccl; ++side) {
+    std::uint64_t sideOps = ops[side], sideBytes = bytes[side];
+    for (int p = kNccl + 1; side == kNccl && p < kPaths; ++p) {
+      sideOps += ops[p];
+      sideBytes += bytes[p];
+    }
+    text +=
+        fmt::format("{}\"{}\":{{\"ops\":{},\"bytes\":{}}}", side == 0 ? "{" : ",",
+                    side == kNccl ? "nccl" : pathName(static_cast<Path>(side)), sideOps, sideBytes);
+  }
+  return text + "}";
+}
+
 }  // namespace
 
 std::size_t statsJson(char* out, std::size_t capacity) {
@@ -30,42 +50,34 @@ std::size_t statsJson(char* out, std::size_t capacity) {
   bool firstComm = true;
   ProcessCore::get().comms().forEach([&](SteeredComm& comm) {
     comm.countDirect();
-    // By side: the four paths of HOCCL, then NCCL for whatever reason.
-    constexpr int kNccl = 4;
-    static_assert(static_cast<int>(Path::Staged) == 0 && static_cast<int>(Path::AppCopies) == 1 &&
-                  static_cast<int>(Path::Direct) == 2 && static_cast<int>(Path::OwnBlock) == 3);
-    std::uint64_t ops[kNccl + 1] = {}, bytes[kNccl + 1] = {};
+    std::uint64_t ops[kPaths] = {}, bytes[kPaths] = {};
     std::string reasons;
     for (int p = 0; p < kPaths; ++p) {
       const SteeredComm::Moved moved = comm.moved(static_cast<Path>(p));
-      const int side = std::min(p, kNccl);
-      ops[side] += moved.ops;
-      bytes[side] += moved.bytes;
-      if (side == kNccl && moved.ops > 0) {
+      ops[p] = moved.ops;
+      bytes[p] = moved.bytes;
+      if (p > static_cast<int>(Path::OwnBlock) && moved.ops > 0) {
         reasons += fmt::format("{}\"{}\":{}", reasons.empty() ? "" : ",",
                                pathName(static_cast<Path>(p)), moved.ops);
       }
     }
     text += fmt::format(
         "{}{{\"id\":\"{:016x}\",\"rank\":{},\"ranks\":{},\"steered\":{},\"transport\":{},\"why\":"
-        "\"{}\",\"paths\":{{"
-        "\"staged\":{{\"ops\":{},\"bytes\":{}}},\"app-copies\":{{\"ops\":{},\"bytes\":{}}},"
-        "\"direct\":{{\"ops\":{},\"bytes\":{}}},\"own-block\":{{\"ops\":{},\"bytes\":{}}},\"nccl\":{{\"ops\":{},\"bytes\":{}}}}},\"reasons\":"
-        "{{{"
-        "}}}}}",
+        "\"{}\",\"paths\":{},\"reasons\":{{{}}}}}",
         firstComm ? "" : ",", comm.id, comm.rank, comm.ranks, comm.steering() ? "true" : "false",
-        comm.steering() ? '"' + comm.transport + '"' : "null", escaped(comm.reason), ops[0], bytes[0], ops[1],
-        bytes[1], ops[2], bytes[2], ops[3], bytes[3], ops[4], bytes[4], reasons);
+        comm.steering() ? '"' + comm.transport + '"' : "null", escaped(comm.reason),
+        pathsJson(ops, bytes), reasons);
     firstComm = false;
   });
   ProcessCore& core = ProcessCore::get();
   const CommTable::Forgotten old = core.comms().forgotten();
-  text +=
-      fmt::format("],\"forgotten\":{{\"communicators\":{},\"stagedOps\":{},\"stagedBytes\":{}}}",
-                  old.communicators, old.ops[0], old.bytes[0]);
-  text += fmt::format(",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}},\"doorbells\":{},\"ownBlocksByKernel\":{}}}",
-                      core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
-                      core.waitCount(WaitKind::Parked), core.doorbells(), core.ownBlocks());
+  text += fmt::format("],\"forgotten\":{{\"communicators\":{},\"paths\":{}}}", old.communicators,
+                      pathsJson(old.ops, old.bytes));
+  text += fmt::format(
+      ",\"waits\":{{\"memop\":{},\"kernel\":{},\"parked\":{}}},\"doorbells\":{},"
+      "\"ownBlocksByKernel\":{}}}",
+      core.waitCount(WaitKind::MemoryOp), core.waitCount(WaitKind::Kernel),
+      core.waitCount(WaitKind::Parked), core.doorbells(), core.ownBlocks());
   if (capacity > 0) {
     const std::size_t length = std::min(text.size(), capacity - 1);
     std::memcpy(out, text.data(), length);

@@ -27,6 +27,19 @@ TEST(Direct, BothWaysInAGroupWithoutAnySm) {
   }
 }
 
+// The last 256 that have ended are kept one by one, those before them as a sum by path.
+TEST(Direct, IsCountedOfCommunicatorsThatEndedLongAgo) {
+  Job job("manyEnded", 2);
+  job.oneNode().finish(60);
+  for (int rank : {0, 1}) {
+    const auto forgotten = nlohmann::json::parse(job.said(rank, "stats"))["forgotten"];
+    EXPECT_EQ(forgotten["communicators"], 1) << forgotten;
+    EXPECT_EQ(forgotten["paths"]["direct"]["ops"], 2) << forgotten;
+    EXPECT_EQ(forgotten["paths"]["direct"]["bytes"], 2 * 200003) << forgotten;
+    EXPECT_EQ(forgotten["paths"]["staged"]["ops"], 0) << forgotten;
+  }
+}
+
 TEST(Direct, RandomDelaysOfTheDriverChangeNothing) {
   for (const char* seed : {"1", "7"}) {
     Job job("bothWays", 2);

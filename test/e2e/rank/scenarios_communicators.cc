@@ -154,6 +154,17 @@ void several(const Rank& rank) {
   }
 }
 
+/// `ended` communicators one after the other, of which the first carries something.
+void manyEnded(const Rank& rank) {
+  const int ended = std::stoi(rank.argument("ended", "257"));
+  for (int i = 0; i < ended; ++i) {
+    const ncclComm_t comm = rank.communicator("c" + std::to_string(i));
+    if (i == 0) around(comm, 1);
+    REQUIRE_NCCL(nccl().ncclCommDestroy(comm));
+  }
+  sayStats();
+}
+
 /// A communicator of one rank: everything is NCCL's.
 void alone(const Rank&) {
   cuda();
@@ -239,10 +250,15 @@ void abortSend(const Rank& rank) {
 }  // namespace
 
 const std::vector<Scenario> kCommunicatorScenarios = {
-    {"blocking", blocking},   {"nonBlocking", nonBlocking},
-    {"split", split},         {"createdInGroup", createdInGroup},
-    {"several", several},     {"abortPending", abortPending},
-    {"abortSend", abortSend}, {"alone", alone},
+    {"blocking", blocking},
+    {"nonBlocking", nonBlocking},
+    {"split", split},
+    {"createdInGroup", createdInGroup},
+    {"several", several},
+    {"manyEnded", manyEnded},
+    {"abortPending", abortPending},
+    {"abortSend", abortSend},
+    {"alone", alone},
 };
 
 }  // namespace e2e
