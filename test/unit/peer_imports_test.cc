@@ -22,6 +22,15 @@ void tell(PeerImports& imports, std::uint64_t allocation) {
   for (const Message& part : parts) ASSERT_TRUE(imports.tell(part));
 }
 
+/// Told of allocation `n`, which is mapped at 0x1000 times `n` and not in use any more.
+void useOnce(PeerImports& imports, std::uint64_t n) {
+  bool fresh = false;
+  tell(imports, n);
+  PeerImport* import = imports.acquire(n, &fresh);
+  imports.settle(import, 0x1000 * n);
+  imports.release(import);
+}
+
 TEST(PeerImports, ADescriptionArrivesWhole) {
   PeerImports imports(4);
   tell(imports, 3);
@@ -73,10 +82,7 @@ TEST(PeerImports, NoMoreThanTheCapacityStaysMapped) {
   BufferRef which;
   std::uint64_t serial = 0;
   for (std::uint64_t n = 1; n <= 3; ++n) {
-    tell(imports, n);
-    PeerImport* import = imports.acquire(n, &fresh);
-    imports.settle(import, 0x1000 * n);
-    imports.release(import);
+    useOnce(imports, n);
   }
   ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));
   EXPECT_EQ(address, 0x1000u) << "the one used longest ago";
@@ -234,15 +240,11 @@ TEST(PeerImports, WhatCannotBeMappedTakesNothingOfTheCapacity) {
 /// Nor does what the peer has taken back, unmapped or not.
 TEST(PeerImports, WhatIsWantedBackTakesNothingOfTheCapacity) {
   PeerImports imports(1);
-  bool fresh = false;
   CUdeviceptr address = 0;
   BufferRef which;
   std::uint64_t serial = 0;
   for (std::uint64_t n = 1; n <= 2; ++n) {
-    tell(imports, n);
-    PeerImport* import = imports.acquire(n, &fresh);
-    imports.settle(import, 0x1000 * n);
-    imports.release(import);
+    useOnce(imports, n);
     if (n == 1) imports.forget(n);
   }
   ASSERT_TRUE(imports.nextUnmap(&address, &serial, &which));

@@ -142,6 +142,21 @@ class VerbsLinkTest : public ::testing::Test {
       use_[i] = {};
     }
   }
+  /// Anew, with so long for tries once no queue pair is left; then nothing gets through any more, and
+  /// a sending is under way.
+  void beginAndCutAll(std::uint64_t triesMs) {
+    end();
+    lastChanceMs = triesMs;
+    begin();
+    lastChanceMs = test::kPatienceMs;
+    ASSERT_FALSE(HasFatalFailure());
+    fabric_.atomically([&] {
+      for (auto& device : fabric_.hosts[0]) device->cut = true;
+    });
+    DirectPlace place;
+    receiver_->link->open(0, into_[0].data(), kRoom, *intoMemory_[0], &place);
+    sender_->link->write(0, 0, place, from_[0].data(), kRoom, fromMemory_[0]);
+  }
   void end() {
     sender_.reset();
     receiver_.reset();

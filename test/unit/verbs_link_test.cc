@@ -163,17 +163,8 @@ TEST_F(VerbsLinkTest, ATryThatIsGivenUpIsFollowedByAnother) {
 }
 
 TEST_F(VerbsLinkTest, WithNothingLeftItSaysWhat) {
-  end();
-  lastChanceMs = 200;
-  begin();
-  lastChanceMs = test::kPatienceMs;
+  beginAndCutAll(200);
   ASSERT_FALSE(HasFatalFailure());
-  fabric_.atomically([&] {
-    for (auto& device : fabric_.hosts[0]) device->cut = true;
-  });
-  DirectPlace place;
-  receiver_->link->open(0, into_[0].data(), kRoom, *intoMemory_[0], &place);
-  sender_->link->write(0, 0, place, from_[0].data(), kRoom, fromMemory_[0]);
   EXPECT_TRUE(test::waitUntil([&] {
     sender_->link->progress();
     return !sender_->link->failure();
@@ -188,17 +179,8 @@ TEST_F(VerbsLinkTest, WithNothingLeftItSaysWhat) {
 
 // Tries of the last chance end in ways of their own, which are not why there is none left.
 TEST_F(VerbsLinkTest, TriesThatFailInAnotherWayDoNotHideWhatBroke) {
-  end();
-  lastChanceMs = 1000;
-  begin();
-  lastChanceMs = test::kPatienceMs;
+  beginAndCutAll(1000);
   ASSERT_FALSE(HasFatalFailure());
-  fabric_.atomically([&] {
-    for (auto& device : fabric_.hosts[0]) device->cut = true;
-  });
-  DirectPlace place;
-  receiver_->link->open(0, into_[0].data(), kRoom, *intoMemory_[0], &place);
-  sender_->link->write(0, 0, place, from_[0].data(), kRoom, fromMemory_[0]);
   bool refusing = false;
   EXPECT_TRUE(test::waitUntil([&] {
     sender_->stepToItsEnd(receiver_->channel);
@@ -212,9 +194,8 @@ TEST_F(VerbsLinkTest, TriesThatFailInAnotherWayDoNotHideWhatBroke) {
   }));
   EXPECT_TRUE(refusing);
   const std::string why = sender_->link->failure().message();
-  for (const char* part :
-       {"the last was", "status 12", "the last try since then was", "errno 19",
-        "1000 ms (HOCCL_TIMEOUT_MS)"}) {
+  for (const char* part : {"the last was", "status 12", "the last try since then was", "errno 19",
+                           "1000 ms (HOCCL_TIMEOUT_MS)"}) {
     EXPECT_NE(why.find(part), std::string::npos) << part << " in: " << why;
   }
 }
